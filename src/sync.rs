@@ -1,0 +1,23 @@
+//! Everything that synchronises threads comes from here: std, or loom's model of it under
+//! `--cfg loom`. No other module names either, so the code that loom explores is the code that runs.
+
+#![expect(unsafe_code, reason = "a cell behind a try-lock, a lazily made box, vector loads, prefetch")]
+
+#[cfg(loom)]
+pub use loom::{
+    hint,
+    sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence},
+};
+#[cfg(not(loom))]
+pub use std::{
+    hint,
+    sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence},
+};
+
+pub use crossbeam_utils::CachePadded;
+
+mod once_box;
+mod try_cell;
+
+pub use once_box::OnceBox;
+pub use try_cell::TryCell;
