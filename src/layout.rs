@@ -74,7 +74,7 @@ impl PagesLayout {
             .and_then(|n| n.checked_add(last(self.num_heads, self.head_stride)?))
             .and_then(|n| n.checked_add(last(self.page_size, self.token_stride)?))
             .and_then(|n| n.checked_add(self.head_dim))
-            .filter(|n| n.checked_mul(self.dtype.size()).is_some_and(|b| b <= isize::MAX as usize))
+            .filter(|n| n.checked_mul(self.dtype.size()).is_some_and(|b| isize::try_from(b).is_ok()))
             .ok_or_else(|| Error::Layout(format!("pages overflow the address space: {self:?}")))
     }
 
@@ -153,7 +153,7 @@ impl CacheLayout {
     pub fn total_bytes(&self) -> Result<usize> {
         self.layer_bytes()?
             .checked_mul(self.num_layers)
-            .filter(|&bytes| bytes <= isize::MAX as usize)
+            .filter(|&bytes| isize::try_from(bytes).is_ok())
             .ok_or_else(|| self.overflow())
     }
 

@@ -8,4 +8,5 @@ pub mod dtype;
 pub mod error;
 pub mod ids;
 pub mod layout;
+pub mod storage;
 pub mod sync;

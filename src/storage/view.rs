@@ -1,0 +1,187 @@
+//! Borrowed views of raw memory: rows (queries, keys, values, outputs) and pages.
+//!
+//! A view is made once, unsafely, where memory enters the library (`storage/`, `python/array.rs`).
+//! From then on it carries what is needed to check every access.
+
+use std::marker::PhantomData;
+
+use crate::dtype::{DType, Element};
+use crate::error::{Error, Result};
+use crate::layout::PagesLayout;
+
+/// `[tokens, heads, dim]` elements to read; the last axis is contiguous, strides count elements.
+#[derive(Clone, Copy, Debug)]
+pub struct RowsView<'a> {
+    base: *const u8,
+    dtype: DType,
+    shape: [usize; 3],
+    strides: [isize; 2],
+    life: PhantomData<&'a [u8]>,
+}
+
+/// Like [`RowsView`], to write; no two elements share memory.
+#[derive(Debug)]
+pub struct RowsViewMut<'a> {
+    base: *mut u8,
+    dtype: DType,
+    shape: [usize; 3],
+    strides: [isize; 2],
+    life: PhantomData<&'a mut [u8]>,
+}
+
+/// The keys, or the values, of one layer.
+///
+/// Other threads may write other slots meanwhile, so no reference to the memory is ever formed;
+/// kernels go through raw pointers and touch only slots that the caller's lease names.
+#[derive(Clone, Copy, Debug)]
+pub struct PagesView<'a> {
+    base: *mut u8,
+    layout: PagesLayout,
+    writable: bool,
+    life: PhantomData<&'a [u8]>,
+}
+
+impl<'a> RowsView<'a> {
+    /// Wraps raw memory.
+    ///
+    /// # Safety
+    /// - `base` is aligned for `dtype`, and for every index inside `shape` the element at
+    ///   `strides` from it is valid for reads during `'a`.
+    /// - Nobody writes those elements during `'a`.
+    pub unsafe fn new(base: *const u8, dtype: DType, shape: [usize; 3], strides: [isize; 2]) -> Self {
+        Self { base, dtype, shape, strides, life: PhantomData }
+    }
+
+    /// Borrows a dense slice.
+    pub fn from_slice<T: Element>(slice: &'a [T], shape: [usize; 3]) -> Result<Self> {
+        check_len(slice.len(), shape)?;
+        let strides = dense(shape);
+        Ok(Self { base: slice.as_ptr().cast(), dtype: T::DTYPE, shape, strides, life: PhantomData })
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// `[tokens, heads, dim]`.
+    pub fn shape(&self) -> [usize; 3] {
+        self.shape
+    }
+
+    /// Address of the first element of one row.
+    ///
+    /// # Panics
+    /// If `token` or `head` is out of range.
+    #[inline]
+    pub fn row(&self, token: usize, head: usize) -> *const u8 {
+        assert!(token < self.shape[0] && head < self.shape[1], "row out of range");
+        self.base.wrapping_offset(row_offset(self.strides, token, head) * self.dtype.size() as isize)
+    }
+}
+
+impl<'a> RowsViewMut<'a> {
+    /// Wraps raw memory.
+    ///
+    /// # Safety
+    /// - `base` is aligned for `dtype`, and for every index inside `shape` the element at
+    ///   `strides` from it is valid for reads and writes during `'a`.
+    /// - Distinct indices name distinct elements, and nobody else touches them during `'a`.
+    pub unsafe fn new(base: *mut u8, dtype: DType, shape: [usize; 3], strides: [isize; 2]) -> Self {
+        Self { base, dtype, shape, strides, life: PhantomData }
+    }
+
+    /// Borrows a dense slice.
+    pub fn from_slice<T: Element>(slice: &'a mut [T], shape: [usize; 3]) -> Result<Self> {
+        check_len(slice.len(), shape)?;
+        let strides = dense(shape);
+        Ok(Self { base: slice.as_mut_ptr().cast(), dtype: T::DTYPE, shape, strides, life: PhantomData })
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// `[tokens, heads, dim]`.
+    pub fn shape(&self) -> [usize; 3] {
+        self.shape
+    }
+
+    /// Address of the first element of one row. Two threads may write two different rows.
+    ///
+    /// # Panics
+    /// If `token` or `head` is out of range.
+    #[inline]
+    pub fn row(&self, token: usize, head: usize) -> *mut u8 {
+        assert!(token < self.shape[0] && head < self.shape[1], "row out of range");
+        self.base.wrapping_offset(row_offset(self.strides, token, head) * self.dtype.size() as isize)
+    }
+}
+
+impl PagesView<'_> {
+    /// Wraps raw memory.
+    ///
+    /// # Safety
+    /// - `base` is aligned for the dtype and valid for `layout.span()` elements of reads, and of
+    ///   writes if `writable`, during `'a`.
+    /// - Whoever writes through it, or reads, holds a lease on the slots concerned: no slot is
+    ///   written while another thread reads or writes it.
+    pub unsafe fn new(base: *mut u8, layout: PagesLayout, writable: bool) -> Self {
+        Self { base, layout, writable, life: PhantomData }
+    }
+
+    /// Shape and strides.
+    #[inline]
+    pub fn layout(&self) -> &PagesLayout {
+        &self.layout
+    }
+
+    /// Whether writing is allowed.
+    pub fn writable(&self) -> bool {
+        self.writable
+    }
+
+    /// Address of one token of one head.
+    ///
+    /// # Panics
+    /// If an index is out of range.
+    #[inline]
+    pub fn slot(&self, page: usize, head: usize, token: usize) -> *mut u8 {
+        let l = &self.layout;
+        assert!(page < l.num_pages && head < l.num_heads && token < l.page_size, "slot out of range");
+        self.base.wrapping_add(l.offset(page, head, token) * l.dtype.size())
+    }
+}
+
+fn dense(shape: [usize; 3]) -> [isize; 2] {
+    [(shape[1] * shape[2]) as isize, shape[2] as isize]
+}
+
+#[inline]
+fn row_offset(strides: [isize; 2], token: usize, head: usize) -> isize {
+    token as isize * strides[0] + head as isize * strides[1]
+}
+
+fn check_len(len: usize, shape: [usize; 3]) -> Result<()> {
+    let want = shape.into_iter().try_fold(1_usize, usize::checked_mul);
+    if want == Some(len) {
+        Ok(())
+    } else {
+        Err(Error::Layout(format!("{len} elements do not make the shape {shape:?}")))
+    }
+}
+
+// SAFETY: a view is a borrow: sending it is sending `&[T]`; the elements are plain numbers.
+unsafe impl Send for RowsView<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for RowsView<'_> {}
+// SAFETY: sending it is sending `&mut [T]`.
+unsafe impl Send for RowsViewMut<'_> {}
+// SAFETY: a shared `&RowsViewMut` hands out addresses only; writing through one takes an unsafe
+// block, whose author keeps rows apart between threads.
+unsafe impl Sync for RowsViewMut<'_> {}
+// SAFETY: as for `RowsViewMut`; leases keep readers and writers of a slot apart.
+unsafe impl Send for PagesView<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for PagesView<'_> {}
