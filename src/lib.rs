@@ -10,3 +10,6 @@ pub mod ids;
 pub mod layout;
 pub mod storage;
 pub mod sync;
+
+#[cfg(feature = "python")]
+mod python;
