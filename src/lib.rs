@@ -4,9 +4,11 @@
 //! attention, cache, python. Each module may use only those before it (`tests/layering.rs`).
 //! `docs/design.md` explains the life of a page, the protocols and their proofs.
 
+pub mod attention;
 pub mod dtype;
 pub mod error;
 pub mod ids;
+pub mod kernels;
 pub mod layout;
 pub mod storage;
 pub mod sync;
