@@ -10,6 +10,7 @@ pub mod error;
 pub mod ids;
 pub mod kernels;
 pub mod layout;
+pub mod pool;
 pub mod storage;
 pub mod sync;
 

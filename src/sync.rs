@@ -17,7 +17,11 @@ pub use std::{
 pub use crossbeam_utils::CachePadded;
 
 mod once_box;
+mod thread_number;
 mod try_cell;
 
 pub use once_box::OnceBox;
+#[cfg(loom)]
+pub use thread_number::set_thread_number;
+pub use thread_number::thread_number;
 pub use try_cell::TryCell;
