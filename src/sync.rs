@@ -17,10 +17,12 @@ pub use std::{
 pub use crossbeam_utils::CachePadded;
 
 mod once_box;
+mod serial;
 mod thread_number;
 mod try_cell;
 
 pub use once_box::OnceBox;
+pub use serial::serial_number;
 #[cfg(loom)]
 pub use thread_number::set_thread_number;
 pub use thread_number::thread_number;

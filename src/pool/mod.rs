@@ -28,7 +28,7 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 use crate::ids::{PageHandle, PageId};
-use crate::sync::{AtomicU32, Ordering, thread_number};
+use crate::sync::{hint, serial_number, thread_number};
 use credits::Credits;
 use words::{PageWord, PageWords};
 
@@ -183,7 +183,7 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
                 return page;
             }
             // Other threads took and gave while we looked; a page of ours is there.
-            crate::sync::hint::spin_loop();
+            hint::spin_loop();
         }
     }
 
@@ -204,7 +204,7 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
             match self.free.take_word(region.start, missing) {
                 Some(bits) => out.extend(bits.items().map(PageId)),
                 // As in `claim_one`.
-                None => crate::sync::hint::spin_loop(),
+                None => hint::spin_loop(),
             }
         }
         let pages = &mut out[taken..];
@@ -276,12 +276,7 @@ fn refused(page: PageId, word: PageWord, reason: &'static str) -> Error {
 fn first_generation() -> u32 {
     /// 2^32 divided by the golden ratio: multiples of it stay far apart.
     const STEP: u32 = 0x9E37_79B9;
-    #[cfg(not(loom))]
-    static POOLS: AtomicU32 = AtomicU32::new(1);
-    #[cfg(loom)]
-    loom::lazy_static! { static ref POOLS: AtomicU32 = AtomicU32::new(1); }
-    // Relaxed: a counter.
-    POOLS.fetch_add(1, Ordering::Relaxed).wrapping_mul(STEP)
+    serial_number().wrapping_mul(STEP)
 }
 
 /// Whole blocks of pages for each shard; shards share a region if there are too few blocks.
