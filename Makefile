@@ -1,0 +1,99 @@
+# The two commands: `make demo` runs a real model through the cache, `make test` checks everything.
+# Both make .venv and install into it what they need; a repeat finds it there.
+# Needed beforehand: Python >= 3.11 (with venv), Rust >= 1.95, a C++ compiler, make.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+CARGO  := cargo
+HOST    = $(shell rustc -vV | sed -n 's/^host: //p')
+
+# What loom may try between two points of one thread; empty explores everything.
+LOOM_MAX_PREEMPTIONS ?=
+
+SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find src -name '*.rs')
+
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test fmt lint lint-rust lint-python test-rust test-python loom loom-quick asan stress bench stubs wheel clean
+
+help: ## say what there is
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(VENV)/.extension ## answer several prompts at once with a real model on one shared cache
+	$(BIN)/paged-kv demo
+
+test: lint test-rust loom-quick test-python ## everything that must hold before a change lands
+
+fmt: $(VENV)/.tools ## format Rust and Python
+	$(CARGO) fmt
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+lint: lint-rust lint-python ## formatting, clippy, rustdoc, ruff, mypy, the stub
+
+lint-rust:
+	$(CARGO) fmt --check
+	$(CARGO) clippy --locked --all-targets -- -D warnings
+	$(CARGO) clippy --locked --all-targets --all-features -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps --quiet
+
+lint-python: stubs
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+test-rust:
+	$(CARGO) test --locked
+
+test-python: $(VENV)/.tools $(VENV)/.extension
+	$(BIN)/pytest
+
+# --cfg loom swaps the atomics, so these builds live in a folder of their own.
+loom: export RUSTFLAGS += --cfg loom
+loom: ## explore every interleaving of the lock-free protocols
+	$(if $(LOOM_MAX_PREEMPTIONS),LOOM_MAX_PREEMPTIONS=$(LOOM_MAX_PREEMPTIONS)) \
+		$(CARGO) test --locked --profile loom --target-dir target/loom --test 'loom_*'
+
+loom-quick:
+	$(MAKE) --no-print-directory loom LOOM_MAX_PREEMPTIONS=2
+
+# The standard library stays uninstrumented; what this library reads and writes is checked.
+asan: export RUSTC_BOOTSTRAP = 1
+asan: export RUSTFLAGS += -Zsanitizer=address
+asan: ## unit, property and stress tests under AddressSanitizer
+	$(CARGO) test --locked --target $(HOST) --target-dir target/asan --lib --tests -- --include-ignored
+
+stress: $(VENV)/.tools $(VENV)/.extension ## minutes of hammering from many threads, Rust and Python
+	$(CARGO) test --locked --release --tests -- --ignored
+	$(BIN)/pytest -m stress --timeout 1200
+
+bench: $(VENV)/.tools $(VENV)/.extension ## measure, each figure beside the machine's limit
+	$(CARGO) bench --locked
+	$(BIN)/pytest benches/python --benchmark-enable --benchmark-only --timeout 1200
+	$(BIN)/paged-kv bench pool
+	$(BIN)/paged-kv bench cache
+
+stubs: $(VENV)/.tools $(VENV)/.extension ## compare the hand-written stub with the extension
+	$(BIN)/python -m mypy.stubtest paged_kv._core --mypy-config-file pyproject.toml
+
+wheel: $(VENV)/.pip ## one wheel for every CPython from 3.11 on
+	$(BIN)/maturin build --release --locked --out dist
+
+clean: ## remove all that was built
+	rm -rf $(VENV) target dist python/paged_kv/*.so
+
+$(VENV)/.pip:
+	@$(PYTHON) -c 'import sys; sys.exit(f"Python 3.11 or newer is needed, {sys.executable} is {sys.version}; set PYTHON" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip 'maturin>=1.16,<2'
+	@touch $@
+
+$(VENV)/.tools: pyproject.toml | $(VENV)/.pip
+	$(BIN)/pip install --quiet --group tools
+	@touch $@
+
+# An editable install: the Python files are used where they are.
+$(VENV)/.extension: $(SOURCES) | $(VENV)/.pip
+	PIP_QUIET=1 $(BIN)/maturin develop --release --locked --extras llm,cli
+	@touch $@
