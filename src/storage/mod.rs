@@ -14,6 +14,10 @@ use crate::layout::{CacheLayout, PagesLayout, Which};
 pub use region::{BASE_PAGE, HUGE_PAGE, HugePages, Region, RegionOptions, physical_memory};
 pub use view::{PagesView, RowsView, RowsViewMut};
 
+/// With [`HugePages::Auto`], layers shorter than this stay on base pages. A page of the cache has a
+/// part in every layer, so the first one takes a huge page per layer: at most 1/16 of all.
+const AUTO_FROM: usize = 16 * HUGE_PAGE;
+
 /// The keys, or the values, of one layer: an address without a lifetime.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerPages {
@@ -53,7 +57,11 @@ impl KvStorage {
             .map(|(which, offset)| layout.pages(which).map(|pages| (pages, offset)));
         let [keys, values] = planes;
         let planes = [keys?, values?];
-        let region = Region::map(bytes, options)?;
+        let huge_pages = match options.huge_pages {
+            HugePages::Auto if layer_bytes < AUTO_FROM => HugePages::Off,
+            choice => choice,
+        };
+        let region = Region::map(bytes, RegionOptions { huge_pages, ..options })?;
         let layers = (0..layout.num_layers)
             .map(|layer| {
                 planes.map(|(layout, offset)| LayerPages {

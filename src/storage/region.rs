@@ -15,17 +15,13 @@ pub const HUGE_PAGE: usize = 2 << 20;
 /// Every region starts at a multiple of this at least: the smallest page of any system.
 pub const BASE_PAGE: usize = 4096;
 
-/// With [`HugePages::Auto`], smaller regions stay on base pages: there a single touched huge page
-/// would already be a large part of what the cache was given.
-const AUTO_FROM: usize = 16 * HUGE_PAGE;
-
 /// Whether the system is asked to back a region by huge pages.
 ///
 /// Huge pages save address translations when attention walks scattered pages; in exchange the first
 /// write to any byte takes the whole 2 MiB around it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HugePages {
-    /// Where the region is large, if the system has them.
+    /// Where a huge page is small beside what it serves, if the system has them.
     #[default]
     Auto,
     /// Always; refused where the system has none.
@@ -96,7 +92,7 @@ impl Region {
             )?;
         }
         let huge = match options.huge_pages {
-            HugePages::Auto => len >= AUTO_FROM,
+            HugePages::Auto => len >= HUGE_PAGE,
             HugePages::On => true,
             HugePages::Off => false,
         };
@@ -184,21 +180,21 @@ fn advise_huge(_: &MmapRaw, huge: bool) -> std::io::Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     fn options(huge_pages: HugePages, overcommit: bool) -> RegionOptions {
         RegionOptions { huge_pages, overcommit }
     }
 
-    /// Base pages of the region that memory stands behind.
+    /// Base pages behind `len` bytes from `base` on that memory stands behind.
     #[cfg(target_os = "linux")]
-    fn resident_pages(region: &Region) -> usize {
+    pub(in crate::storage) fn resident_pages(base: *const u8, len: usize) -> usize {
         use std::os::unix::fs::FileExt;
         // One 64-bit word per base page; bit 63 says "present", bit 62 "swapped out".
         let pagemap = std::fs::File::open("/proc/self/pagemap").unwrap();
-        let mut words = vec![0_u8; region.len().div_ceil(BASE_PAGE) * 8];
-        pagemap.read_exact_at(&mut words, (region.base() as usize / BASE_PAGE * 8) as u64).unwrap();
+        let mut words = vec![0_u8; len.div_ceil(BASE_PAGE) * 8];
+        pagemap.read_exact_at(&mut words, (base as usize / BASE_PAGE * 8) as u64).unwrap();
         words.as_chunks::<8>().0.iter().filter(|word| u64::from_ne_bytes(**word) >> 62 != 0).count()
     }
 
@@ -227,7 +223,7 @@ mod tests {
             assert!(bytes.iter().all(|&byte| byte == 0));
             write(&region, region.len() - 1);
         }
-        let large = Region::map(AUTO_FROM, RegionOptions::default()).unwrap();
+        let large = Region::map(HUGE_PAGE, RegionOptions::default()).unwrap();
         assert_eq!(large.base().align_offset(HUGE_PAGE), 0);
     }
 
@@ -235,11 +231,11 @@ mod tests {
     #[cfg(target_os = "linux")]
     fn an_unused_page_costs_no_memory() {
         let region = Region::map(1 << 30, options(HugePages::Off, true)).unwrap();
-        assert_eq!(resident_pages(&region), 0);
+        assert_eq!(resident_pages(region.base(), region.len()), 0);
         for page in 0..100 {
             write(&region, page * 17 * BASE_PAGE + 5);
         }
-        assert_eq!(resident_pages(&region), 100);
+        assert_eq!(resident_pages(region.base(), region.len()), 100);
     }
 
     #[test]
@@ -247,7 +243,7 @@ mod tests {
     fn a_huge_page_is_taken_whole_or_not_at_all() {
         let region = Region::map(64 * HUGE_PAGE, options(HugePages::On, true)).unwrap();
         write(&region, 3 * HUGE_PAGE + 7);
-        let touched = resident_pages(&region);
+        let touched = resident_pages(region.base(), region.len());
         // The system may have no huge page left; it never takes more than the one touched.
         assert!(touched == HUGE_PAGE / BASE_PAGE || touched == 1, "{touched} base pages");
     }

@@ -142,3 +142,26 @@ fn strided_views_of_larger_arrays_are_accepted() {
     });
     assert_eq!(storage.unwrap().pages(0, Which::Key, false).unwrap().layout().page_stride, 128);
 }
+
+#[test]
+fn long_layers_start_at_a_huge_page() {
+    let num_pages = AUTO_FROM / layout(1).page_bytes().unwrap() + 1;
+    let storage = KvStorage::map(CacheLayout { num_pages, ..layout(2) }, RegionOptions::default()).unwrap();
+    let first = storage.pages(0, Which::Key, false).unwrap().slot(0, 0, 0);
+    assert_eq!(first.align_offset(HUGE_PAGE), 0);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_page_of_short_layers_takes_a_base_page_in_each() {
+    let num_pages = (AUTO_FROM / 2) / layout(1).page_bytes().unwrap();
+    let shape = CacheLayout { num_pages, ..layout(4) };
+    let storage = KvStorage::map(shape, RegionOptions::default()).unwrap();
+    for layer in 0..4 {
+        let slot = storage.pages(layer, Which::Key, true).unwrap().slot(0, 0, 0);
+        // SAFETY: the slot lies inside the storage, which no other thread has.
+        unsafe { slot.write_bytes(0xff, 2) };
+    }
+    let first = storage.pages(0, Which::Key, false).unwrap().slot(0, 0, 0);
+    assert_eq!(region::tests::resident_pages(first, shape.total_bytes().unwrap()), 4);
+}
