@@ -4,6 +4,52 @@ Memory is handed out in pages, shared by fork and copied on write; leases keep w
 from being overwritten; attention reads straight from scattered pages. See ``docs/design.md``.
 """
 
-from paged_kv._core import __version__
+from paged_kv._core import (
+    Tensor,
+    __version__,
+    alibi_slopes,
+    isa,
+    kv_bytes_per_token,
+    merge_states,
+    paged_attention,
+    set_isa,
+    write_pages,
+)
+from paged_kv.errors import (
+    CacheMemoryError,
+    CorruptionError,
+    DeviceError,
+    InvalidPageError,
+    LayoutError,
+    NeverFitsError,
+    NotQuiescentError,
+    OutOfPagesError,
+    PagedKvError,
+    RefCountError,
+    SequenceBusyError,
+    SequenceFreedError,
+)
 
-__all__ = ["__version__"]
+__all__ = [
+    "CacheMemoryError",
+    "CorruptionError",
+    "DeviceError",
+    "InvalidPageError",
+    "LayoutError",
+    "NeverFitsError",
+    "NotQuiescentError",
+    "OutOfPagesError",
+    "PagedKvError",
+    "RefCountError",
+    "SequenceBusyError",
+    "SequenceFreedError",
+    "Tensor",
+    "__version__",
+    "alibi_slopes",
+    "isa",
+    "kv_bytes_per_token",
+    "merge_states",
+    "paged_attention",
+    "set_isa",
+    "write_pages",
+]

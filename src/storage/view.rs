@@ -142,6 +142,11 @@ impl PagesView<'_> {
         self.writable
     }
 
+    /// Address of page 0's first element.
+    pub fn base(&self) -> *mut u8 {
+        self.base
+    }
+
     /// Address of one token of one head.
     ///
     /// # Panics
