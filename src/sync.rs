@@ -16,11 +16,16 @@ pub use std::{
 
 pub use crossbeam_utils::CachePadded;
 
+/// Whether loom runs the code: then sizes are small, so that it can explore all orders.
+pub const MODELLED: bool = cfg!(loom);
+
+mod memory;
 mod once_box;
 mod serial;
 mod thread_number;
 mod try_cell;
 
+pub use memory::{copy_entries, prefetch, prefetch_address};
 pub use once_box::OnceBox;
 pub use serial::serial_number;
 #[cfg(loom)]
