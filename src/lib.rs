@@ -5,6 +5,7 @@
 //! `docs/design.md` explains the life of a page, the protocols and their proofs.
 
 pub mod attention;
+pub mod cache;
 pub mod dtype;
 pub mod error;
 pub mod ids;
@@ -13,6 +14,7 @@ pub mod layout;
 pub mod pool;
 pub mod storage;
 pub mod sync;
+pub mod table;
 
 #[cfg(feature = "python")]
 mod python;

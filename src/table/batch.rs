@@ -1,0 +1,314 @@
+//! The transaction over many sequences: reserve, copy on write, lease; then commit or close.
+//!
+//! A writing item keeps its sequence claimed until the batch ends, which is its lease: nobody else
+//! moves the head, and a `free` meanwhile is carried out at the end. A draft made by copy-on-write
+//! becomes the head only at commit, so everyone else goes on seeing the old pages and closing is
+//! dropping the draft. A reading item pins the version it found.
+
+use std::sync::Arc;
+
+use super::change::{Change, Hold};
+use super::sequence::{checked_sum, id_mismatch};
+use super::{PageCopy, Sequence, Tables};
+use crate::error::{Error, Result};
+use crate::ids::{PageId, TokenId};
+use crate::sync::{AtomicBool, Ordering, prefetch};
+
+/// How many tokens each sequence of a batch computes.
+#[derive(Clone, Copy, Debug)]
+pub enum NewTokens<'a> {
+    /// The same number for all.
+    Each(u32),
+    /// One number per sequence.
+    Counts(&'a [u32]),
+    /// Whatever is reserved beyond the computed tokens.
+    Reserved,
+}
+
+/// How a batch ends.
+#[derive(Clone, Debug)]
+pub enum Outcome {
+    /// Keep the first so many new tokens of each sequence (`None`: all), drop the rest.
+    Commit(Option<Vec<u32>>),
+    /// As if it had never been opened.
+    Close,
+}
+
+/// One sequence in an open batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BatchItem {
+    /// Tokens computed before.
+    pub computed: u32,
+    /// Tokens this batch computes.
+    pub new_tokens: u32,
+}
+
+impl BatchItem {
+    /// Tokens that attention sees, the new ones included.
+    pub fn seq_len(&self) -> u32 {
+        self.computed + self.new_tokens
+    }
+}
+
+/// An open batch: a lease on the view of its sequences (invariants I7, I8). Dropping it closes it.
+pub struct TableBatch<const LEAF: usize = 64, const SHARDS: usize = 16> {
+    tables: Arc<Tables<LEAF, SHARDS>>,
+    changes: Vec<Change>,
+    copies: Vec<PageCopy>,
+    ended: AtomicBool,
+}
+
+impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
+    /// Opens a batch, all or nothing.
+    ///
+    /// # Errors
+    /// With the position of the sequence concerned: `OutOfPages`, `NeverFits`, `SequenceBusy`,
+    /// `SequenceFreed` (all of them), `Value` (duplicates, sequences of another cache, ids that
+    /// contradict ids given before). Nothing is changed then.
+    pub fn open(
+        self: &Arc<Self>,
+        sequences: &[&Sequence<LEAF, SHARDS>],
+        new_tokens: NewTokens<'_>,
+        token_ids: Option<&[TokenId]>,
+    ) -> Result<TableBatch<LEAF, SHARDS>> {
+        if let Some(i) = sequences.iter().position(|s| !Arc::ptr_eq(s.tables(), self)) {
+            return Err(Error::Value(format!("the sequence at index {i} belongs to another cache")));
+        }
+        if let NewTokens::Counts(counts) = new_tokens
+            && counts.len() != sequences.len()
+        {
+            let (n, m) = (counts.len(), sequences.len());
+            return Err(Error::Value(format!("{n} counts of new tokens for {m} sequences")));
+        }
+        self.warm(sequences);
+        // From here on dropping `batch` gives back whatever was taken.
+        let mut batch = TableBatch {
+            tables: Arc::clone(self),
+            changes: vec![Change::NOTHING; sequences.len()],
+            copies: Vec::new(),
+            ended: AtomicBool::new(false),
+        };
+        let taken = batch.hold_all(sequences, &new_tokens);
+        taken.map_err(|(error, i)| at(error, i, sequences))?;
+        if let Some(ids) = token_ids {
+            batch.check_ids(ids)?;
+        }
+        batch.copies = self.prepare(&mut batch.changes, true)?;
+        for change in batch.changes.iter().filter(|change| change.target > change.len) {
+            self.slots.get(change.slot).set_len(change.target);
+        }
+        Ok(batch)
+    }
+
+    /// Touches what the batch will need, one level of indirection at a time, so that the misses
+    /// of all sequences overlap instead of adding up.
+    fn warm(&self, sequences: &[&Sequence<LEAF, SHARDS>]) {
+        for sequence in sequences {
+            prefetch(sequence.slot());
+        }
+        let heads = || sequences.iter().filter_map(|s| s.slot().head());
+        heads().for_each(|(version, _)| prefetch(self.versions.get(version)));
+        for (version, _) in heads() {
+            let version = self.versions.get(version);
+            if let Some(last) = version.num_pages().checked_sub(1) {
+                prefetch(self.leaves.get(version.tail()).entry(last as usize % LEAF));
+            }
+        }
+    }
+}
+
+impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
+    /// Claims the writers, in ascending id so that of two overlapping batches one gets through, and
+    /// pins the readers. An error names its position.
+    fn hold_all(
+        &mut self,
+        sequences: &[&Sequence<LEAF, SHARDS>],
+        new_tokens: &NewTokens<'_>,
+    ) -> Result<(), (Error, usize)> {
+        let count = |i: usize| match *new_tokens {
+            NewTokens::Each(n) => Some(n),
+            NewTokens::Counts(counts) => Some(counts[i]),
+            NewTokens::Reserved => None,
+        };
+        let mut order: Vec<(u32, u32)> = Vec::with_capacity(sequences.len());
+        order.extend(sequences.iter().zip(0..).map(|(s, i)| (s.slot_index(), i)));
+        if !order.is_sorted() {
+            order.sort_unstable();
+        }
+        let mut previous = None;
+        for (slot, i) in order {
+            let i = i as usize;
+            if count(i) == Some(0) {
+                self.hold_reader(slot, i).map_err(|error| (error, i))?;
+                continue;
+            }
+            if let Some((_, first)) = previous.filter(|&(before, _)| before == slot) {
+                let again = format!("the sequence at index {i} is the one at index {first} again");
+                return Err((Error::Value(again), i));
+            }
+            previous = Some((slot, i));
+            self.hold_writer(slot, i, sequences[i].id(), count(i)).map_err(|error| (error, i))?;
+        }
+        Ok(())
+    }
+
+    fn hold_reader(&mut self, slot_index: u32, i: usize) -> Result<()> {
+        let slot = self.tables.slots.get(slot_index);
+        let freed = Error::SequenceFreed { indices: Vec::new() };
+        if slot.is_freed() {
+            return Err(freed);
+        }
+        let version = self.tables.pin(slot).ok_or(freed)?;
+        self.changes[i] = self.tables.reading(slot_index, version);
+        Ok(())
+    }
+
+    fn hold_writer(&mut self, slot_index: u32, i: usize, id: u64, count: Option<u32>) -> Result<()> {
+        self.tables.slots.get(slot_index).claim(id)?;
+        let change = self.tables.look(slot_index);
+        self.changes[i] = change;
+        match count {
+            Some(n) => self.changes[i].target = checked_sum(change.computed, n)?,
+            None if change.len > change.computed => self.changes[i].target = change.len,
+            None => {
+                // Nothing is reserved, so there is nothing to write: a reader after all.
+                let pinned = self.tables.pin(self.tables.slots.get(slot_index));
+                let version = pinned.expect("a claimed sequence has a head");
+                self.changes[i] = self.tables.reading(slot_index, version);
+                self.tables.unclaim(slot_index);
+            }
+        }
+        Ok(())
+    }
+
+    /// Ids given now must be those given before.
+    fn check_ids(&self, token_ids: &[TokenId]) -> Result<()> {
+        let total: usize = self.items().map(|item| item.new_tokens as usize).sum();
+        if token_ids.len() != total {
+            return Err(Error::Value(format!("{} token ids for {total} new tokens", token_ids.len())));
+        }
+        let mut rest = token_ids;
+        for change in self.changes.iter().filter(|change| change.hold == Hold::Claim) {
+            let (own, behind) = rest.split_at((change.target - change.computed) as usize);
+            rest = behind;
+            if let Some((i, known)) = self.tables.slots.get(change.slot).check_ids(0, own) {
+                return Err(id_mismatch(change.computed as usize + i, known, own[i]));
+            }
+        }
+        Ok(())
+    }
+
+    /// The sequences, in the order given.
+    pub fn items(&self) -> impl ExactSizeIterator<Item = BatchItem> {
+        self.changes.iter().map(|change| BatchItem {
+            computed: change.computed,
+            new_tokens: change.target - change.computed,
+        })
+    }
+
+    /// Pages copied on write when the batch was opened. A tables-only cache leaves the copying to
+    /// its caller; sources and destinations stay put while the batch is open.
+    pub fn copies(&self) -> &[PageCopy] {
+        &self.copies
+    }
+
+    /// Whether it was committed or closed.
+    pub fn is_ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+
+    /// Writes the first pages of item `i` to `row`, as many as its tokens need at most.
+    pub fn copy_row(&self, i: usize, row: &mut [i32]) {
+        let change = &self.changes[i];
+        let pages = self.tables.pages_for(change.target) as usize;
+        let version = self.tables.versions.get(change.next_version());
+        let held = row.len().min(pages);
+        self.tables.copy_row(version, &mut row[..held]);
+    }
+
+    /// The page that holds the token at `position` of item `i`.
+    #[inline]
+    pub fn page(&self, i: usize, position: u32) -> PageId {
+        let change = &self.changes[i];
+        let version = self.tables.versions.get(change.next_version());
+        self.tables.page(version, position / self.tables.page_size)
+    }
+
+    /// Checks what a commit is asked to keep.
+    pub fn check_keep(&self, keep: &[u32]) -> Result<()> {
+        if keep.len() != self.changes.len() {
+            let (n, m) = (keep.len(), self.changes.len());
+            return Err(Error::Value(format!("{n} numbers of tokens to keep for {m} sequences")));
+        }
+        match self.items().zip(keep).position(|(item, &kept)| kept > item.new_tokens) {
+            None => Ok(()),
+            Some(i) => Err(Error::Value(format!(
+                "cannot keep {} of {} new tokens (sequence at index {i})",
+                keep[i],
+                self.changes[i].target - self.changes[i].computed
+            ))),
+        }
+    }
+
+    /// Ends the batch; false if it had ended before. Numbers to keep were checked by `check_keep`.
+    pub fn end(&self, outcome: &Outcome) -> bool {
+        // AcqRel: of two threads that end a batch one does it, after all the other did to it.
+        if self.ended.swap(true, Ordering::AcqRel) {
+            return false;
+        }
+        for (i, change) in self.changes.iter().enumerate() {
+            let mut change = *change;
+            match change.hold {
+                Hold::Nothing => {}
+                Hold::Pin => self.tables.unpin(change.version),
+                Hold::Claim => {
+                    let new_tokens = change.target - change.computed;
+                    let keep = match outcome {
+                        Outcome::Commit(None) => Some(new_tokens),
+                        Outcome::Commit(Some(keep)) => Some(keep[i]),
+                        Outcome::Close => None,
+                    };
+                    self.end_writer(&mut change, keep);
+                }
+            }
+        }
+        true
+    }
+
+    fn end_writer(&self, change: &mut Change, keep: Option<u32>) {
+        let slot = self.tables.slots.get(change.slot);
+        match keep.filter(|_| !slot.is_freed()) {
+            Some(keep) => {
+                let computed = change.computed + keep;
+                slot.advance_ids(keep as usize, 0, true);
+                self.tables.publish(change, computed, computed);
+            }
+            // Closed, or freed meanwhile: what `unclaim` frees is the state before.
+            None => self.tables.undo(change),
+        }
+        self.tables.unclaim(change.slot);
+    }
+}
+
+impl<const LEAF: usize, const SHARDS: usize> Drop for TableBatch<LEAF, SHARDS> {
+    fn drop(&mut self) {
+        self.end(&Outcome::Close);
+    }
+}
+
+/// Adds the position to an error; of freed sequences, all of them.
+pub(super) fn at<const LEAF: usize, const SHARDS: usize>(
+    error: Error,
+    index: usize,
+    sequences: &[&Sequence<LEAF, SHARDS>],
+) -> Error {
+    match error {
+        Error::SequenceBusy { sequence, .. } => Error::SequenceBusy { sequence, index: Some(index) },
+        Error::SequenceFreed { .. } => {
+            let freed = |i: &usize| *i == index || sequences[*i].is_freed();
+            Error::SequenceFreed { indices: (0..sequences.len()).filter(freed).collect() }
+        }
+        Error::Value(text) => Error::Value(format!("{text} (sequence at index {index})")),
+        other => other,
+    }
+}

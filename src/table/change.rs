@@ -1,0 +1,257 @@
+//! What a writer does under its claim: weigh, take, copy on write, grow, shrink.
+//!
+//! A change has two phases. The first may fail and then leaves everything as it was: weigh what
+//! each sequence needs, take all pages at once, build the versions that copy-on-write asks for. The
+//! second can't fail: copy, then grow.
+
+use super::version::Role;
+use super::{PageCopy, Tables};
+use crate::error::{Error, Result};
+use crate::ids::PageId;
+use crate::pool::Shortage;
+use crate::sync::Ordering;
+
+/// No version.
+pub(super) const NONE: u32 = u32::MAX;
+
+/// What keeps a sequence's view in place meanwhile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Hold {
+    /// Nothing yet.
+    Nothing,
+    /// The sequence's claim: the change is its holder's to publish or undo.
+    Claim,
+    /// A pin on the version: its holder only reads.
+    Pin,
+}
+
+/// One sequence's part in a change.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Change {
+    pub(super) hold: Hold,
+    pub(super) slot: u32,
+    /// The head's version.
+    pub(super) version: u32,
+    /// A draft that is to replace it, made by `prepare` where the tail page is shared.
+    pub(super) draft: u32,
+    /// Tokens computed, slots reserved and pages held before.
+    pub(super) computed: u32,
+    pub(super) len: u32,
+    pub(super) num_pages: u32,
+    /// Slots that must be reserved afterwards.
+    pub(super) target: u32,
+    /// Pages to take, the copy's included.
+    need: u32,
+    /// Whether the page of the first uncomputed slot must be copied.
+    copies: bool,
+}
+
+impl Change {
+    pub(super) const NOTHING: Self = Self {
+        hold: Hold::Nothing,
+        slot: 0,
+        version: NONE,
+        draft: NONE,
+        computed: 0,
+        len: 0,
+        num_pages: 0,
+        target: 0,
+        need: 0,
+        copies: false,
+    };
+
+    /// The version that will count once the change is published.
+    pub(super) fn next_version(&self) -> u32 {
+        if self.draft == NONE { self.version } else { self.draft }
+    }
+}
+
+impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
+    /// Looks at a claimed sequence: so far nothing is to be reserved or written.
+    #[inline]
+    pub(super) fn look(&self, slot_index: u32) -> Change {
+        let slot = self.slots.get(slot_index);
+        let (index, _) = slot.head().expect("a claimed sequence has a head");
+        let version = self.versions.get(index);
+        let (computed, num_pages) = (version.computed(), version.num_pages());
+        Change {
+            hold: Hold::Claim,
+            slot: slot_index,
+            version: index,
+            computed,
+            len: slot.len(),
+            num_pages,
+            target: computed,
+            ..Change::NOTHING
+        }
+    }
+
+    /// The part of a sequence whose version was pinned to be read.
+    pub(super) fn reading(&self, slot_index: u32, version: u32) -> Change {
+        let computed = self.versions.get(version).computed();
+        let (hold, slot, target) = (Hold::Pin, slot_index, computed);
+        // `len` says that nothing beyond is ours, and `num_pages` that nothing is needed.
+        let num_pages = self.pages_for(computed);
+        Change { hold, slot, version, computed, len: target, num_pages, target, ..Change::NOTHING }
+    }
+
+    /// Reserves up to each target and copies shared tail pages, all or nothing. `cow` is false
+    /// where nobody could carry the copies out yet. Errors name the position in `changes`.
+    pub(super) fn prepare(&self, changes: &mut [Change], cow: bool) -> Result<Vec<PageCopy>> {
+        let total = u64::from(self.pool.num_pages());
+        if let Some(i) = changes.iter().position(|c| u64::from(self.pages_for(c.target)) > total) {
+            let requested = u64::from(self.pages_for(changes[i].target));
+            return Err(Error::NeverFits { requested, total, index: Some(i) });
+        }
+        let mut pages = Vec::new();
+        let mut needed = self.weigh(changes, cow);
+        loop {
+            if needed == 0 {
+                return Ok(Vec::new());
+            }
+            if needed > total {
+                let index = first_beyond(changes, total);
+                return Err(Error::NeverFits { requested: needed, total, index });
+            }
+            match self.pool.take(needed as usize, &mut pages) {
+                Ok(()) => break,
+                Err(Shortage { available }) => {
+                    // A sharer may have gone meanwhile, and a copy with it.
+                    let again = self.weigh(changes, cow);
+                    if again >= needed {
+                        return Err(self.out_of_pages(changes, needed, available));
+                    }
+                    needed = again;
+                }
+            }
+        }
+        let copies = self.draft_copies(changes, &pages)?;
+        if !copies.is_empty() {
+            if let Some(copier) = &self.copier {
+                copier.copy(&copies);
+            }
+            // Relaxed: a statistic.
+            self.copied.fetch_add(copies.len() as u64, Ordering::Relaxed);
+        }
+        let mut pages = pages.into_iter();
+        for change in changes.iter().filter(|change| change.need > 0) {
+            let version = self.versions.get(change.next_version());
+            let mut own = pages.by_ref().take(change.need as usize);
+            if change.draft != NONE {
+                own.next(); // the copy's destination is in the draft already
+            }
+            own.for_each(|page| self.push(version, page));
+        }
+        Ok(copies)
+    }
+
+    /// Works out what each change needs; returns the sum.
+    fn weigh(&self, changes: &mut [Change], cow: bool) -> u64 {
+        let mut sum = 0;
+        for change in changes {
+            change.need = self.pages_for(change.target).saturating_sub(change.num_pages);
+            change.copies = false;
+            let (index, offset) = (change.computed / self.page_size, change.computed % self.page_size);
+            if cow && offset != 0 && change.target > change.computed {
+                let page = self.page(self.versions.get(change.version), index);
+                change.copies = self.pool.is_shared(page);
+                change.need += u32::from(change.copies);
+            }
+            sum += u64::from(change.need);
+        }
+        sum
+    }
+
+    /// Makes the drafts; on failure drops them and gives all pages back.
+    fn draft_copies(&self, changes: &mut [Change], pages: &[PageId]) -> Result<Vec<PageCopy>> {
+        let mut copies = Vec::new();
+        let mut at = 0;
+        for i in 0..changes.len() {
+            let change = changes[i];
+            if change.copies {
+                let base = self.versions.get(change.version);
+                let index = change.computed / self.page_size;
+                let replace = Some((index, pages[at]));
+                match self.derive(base, change.num_pages, change.computed, replace) {
+                    Ok(draft) => changes[i].draft = draft,
+                    Err(error) => {
+                        let drafted: Vec<PageId> = copies.iter().map(|c: &PageCopy| c.destination).collect();
+                        for change in &mut changes[..i] {
+                            self.discard(change);
+                        }
+                        self.pool.release_pages(pages.iter().copied().filter(|p| !drafted.contains(p)));
+                        return Err(error);
+                    }
+                }
+                copies.push(PageCopy {
+                    source: self.page(base, index),
+                    destination: pages[at],
+                    tokens: change.computed % self.page_size,
+                });
+            }
+            at += change.need as usize;
+        }
+        Ok(copies)
+    }
+
+    /// Drops a draft, if there is one.
+    fn discard(&self, change: &mut Change) {
+        if change.draft != NONE {
+            self.unpin(change.draft);
+            change.draft = NONE;
+        }
+    }
+
+    /// Takes a prepared change back: pages, drafts and length as they were.
+    pub(super) fn undo(&self, change: &mut Change) {
+        self.discard(change);
+        self.pop_to(self.versions.get(change.version), change.num_pages);
+        self.slots.get(change.slot).set_len(change.len);
+    }
+
+    /// Makes a prepared change count, with `computed` tokens computed and `len` slots reserved;
+    /// pages beyond those are given back.
+    pub(super) fn publish(&self, change: &mut Change, computed: u32, len: u32) {
+        let slot = self.slots.get(change.slot);
+        if computed == change.computed && len == computed {
+            self.discard(change); // nothing was written: the shared page serves as before
+        }
+        let version = self.versions.get(change.next_version());
+        version.set_computed(computed);
+        self.pop_to(version, self.pages_for(len));
+        slot.set_len(len);
+        if change.draft != NONE {
+            self.move_head(change.slot, change.draft);
+        }
+    }
+
+    /// Puts a draft in the head's place and gives the head's count on its old version back.
+    pub(super) fn move_head(&self, slot_index: u32, draft: u32) {
+        let slot = self.slots.get(slot_index);
+        let old = slot.head().expect("a claimed sequence has a head").0;
+        let version = self.versions.get(draft);
+        version.set_role(Role::Head);
+        slot.set_head(draft, version.generation());
+        self.versions.get(old).set_role(Role::Retired);
+        self.unpin(old);
+    }
+
+    fn out_of_pages(&self, changes: &[Change], requested: u64, available: u64) -> Error {
+        Error::OutOfPages {
+            requested,
+            free: available,
+            evictable: 0,
+            deferred: self.deferred_pages(),
+            index: first_beyond(changes, available),
+        }
+    }
+}
+
+/// The first change whose cumulative need exceeds `available`.
+fn first_beyond(changes: &[Change], available: u64) -> Option<usize> {
+    let mut sum = 0;
+    changes.iter().position(|change| {
+        sum += u64::from(change.need);
+        sum > available
+    })
+}

@@ -1,0 +1,252 @@
+//! Page tables: which physical pages hold which tokens of which sequence.
+//!
+//! A sequence has a *head*, the version of its table that counts now. Readers pin the head's
+//! version and see its computed tokens until they unpin; the one writer that has claimed the
+//! sequence grows that version in place where no reader looks, or builds another and moves the
+//! head. Nobody waits: every decision is one compare-exchange on one word, or a Release store
+//! with its Acquire load. `docs/design.md` draws the protocol.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `slab` | slots whose type never changes |
+//! | `leaf`, `version` | runs of page ids, and the versions that list them |
+//! | `slot` | a sequence's state: claim, head, length, known ids |
+//! | `change` | reserving, copy-on-write, shrinking: what a writer does under its claim |
+//! | `sequence` | operations on one sequence |
+//! | `batch`, `reorder` | the transaction over many; picking among many |
+//! | `walk` | statistics, owners, validation |
+
+mod batch;
+mod change;
+mod leaf;
+mod reorder;
+mod sequence;
+mod slab;
+mod slot;
+mod version;
+mod walk;
+
+pub use batch::{BatchItem, NewTokens, Outcome, TableBatch};
+pub use reorder::Pick;
+pub use sequence::Sequence;
+pub use walk::{SequenceStats, TableStats};
+
+use crate::error::Result;
+use crate::ids::PageId;
+use crate::pool::PagePool;
+use crate::sync::{AtomicU64, Ordering, copy_entries};
+
+use leaf::Leaf;
+use slab::Slab;
+use slot::Slot;
+use version::Version;
+
+/// One page's worth of copy-on-write: the first `tokens` slots of `source`, and only those, are
+/// copied to `destination`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageCopy {
+    /// The shared page.
+    pub source: PageId,
+    /// The page that takes its place in the writer's table.
+    pub destination: PageId,
+    /// Computed tokens of the source.
+    pub tokens: u32,
+}
+
+/// Carries out copies on the memory behind the pages, before anyone can see the destinations.
+pub trait CopyPages: Send + Sync {
+    /// Copies, in order.
+    fn copy(&self, copies: &[PageCopy]);
+}
+
+/// All page tables over one pool. `LEAF` pages share one count; both constants are small under
+/// loom.
+pub struct Tables<const LEAF: usize = 64, const SHARDS: usize = 16> {
+    pool: PagePool<SHARDS>,
+    page_size: u32,
+    /// None: tables only; a batch reports the copies for its caller to carry out.
+    copier: Option<Box<dyn CopyPages>>,
+    /// Pages copied on write so far. Written only where a page is copied, so never hot.
+    copied: AtomicU64,
+    leaves: Slab<Leaf<LEAF>>,
+    versions: Slab<Version>,
+    slots: Slab<Slot>,
+}
+
+impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
+    /// Tables over `pool`, with `page_size` tokens to a page.
+    pub fn new(pool: PagePool<SHARDS>, page_size: u32, copier: Option<Box<dyn CopyPages>>) -> Self {
+        assert!(page_size > 0, "a page holds at least one token");
+        Self {
+            pool,
+            page_size,
+            copier,
+            copied: AtomicU64::new(0),
+            leaves: Slab::new(),
+            versions: Slab::new(),
+            slots: Slab::new(),
+        }
+    }
+
+    /// The pool the pages come from.
+    pub fn pool(&self) -> &PagePool<SHARDS> {
+        &self.pool
+    }
+
+    /// Tokens of a page.
+    pub fn page_size(&self) -> u32 {
+        self.page_size
+    }
+
+    /// Pages copied on write since the tables were made.
+    pub fn copied_pages(&self) -> u64 {
+        // Relaxed: a statistic.
+        self.copied.load(Ordering::Relaxed)
+    }
+
+    /// Pages that `tokens` tokens need.
+    #[inline]
+    pub fn pages_for(&self, tokens: u32) -> u32 {
+        tokens.div_ceil(self.page_size)
+    }
+
+    /// Pins the head's version; `None` if the sequence was freed.
+    fn pin(&self, slot: &Slot) -> Option<u32> {
+        loop {
+            let (index, generation) = slot.head()?;
+            if self.versions.get(index).try_pin(generation) {
+                return Some(index);
+            }
+            // The version's life ended, so the head has moved: another thread made progress.
+        }
+    }
+
+    /// Gives a pin back; the last one drops the version and what only it held.
+    fn unpin(&self, index: u32) {
+        if self.versions.get(index).unpin() {
+            self.drop_version(index);
+        }
+    }
+
+    /// Drops a version nobody holds: leaves first, then the pages of leaves that were the last to
+    /// hold them, then the slot.
+    fn drop_version(&self, index: u32) {
+        let version = self.versions.get(index);
+        let leaves = (version.num_pages() as usize).div_ceil(LEAF);
+        for k in 0..leaves {
+            self.drop_leaf(version.leaf(k));
+        }
+        version.end();
+        self.versions.give(index);
+    }
+
+    /// Gives a count on a leaf back; the last one releases its pages.
+    fn drop_leaf(&self, index: u32) {
+        let leaf = self.leaves.get(index);
+        // AcqRel: as in `Version::unpin`.
+        if leaf.count.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.pool.release_pages(leaf.pages());
+            for i in 0..LEAF {
+                if leaf.page(i) == PageId::NONE {
+                    break;
+                }
+                leaf.set(i, PageId::NONE);
+            }
+            self.leaves.give(index);
+        }
+    }
+
+    /// The page at `index` of a version's table; the caller's pin or claim covers it.
+    #[inline]
+    fn page(&self, version: &Version, index: u32) -> PageId {
+        let (k, i) = (index as usize / LEAF, index as usize % LEAF);
+        self.leaves.get(version.leaf(k)).page(i)
+    }
+
+    /// Copies the first pages of a version into a row of a block table.
+    fn copy_row(&self, version: &Version, row: &mut [i32]) {
+        for (k, part) in row.chunks_mut(LEAF).enumerate() {
+            copy_entries(&self.leaves.get(version.leaf(k)).entries()[..part.len()], part);
+        }
+    }
+
+    /// A new version with the first `num_pages` pages of `base`, `computed` tokens and one count;
+    /// not yet visible. Leaves all of whose slots are computed are shared, the rest is copied, one
+    /// more count per page. `replace` puts another page, whose count moves in, at one index.
+    ///
+    /// # Errors
+    /// `RefCount` if a page can't be counted once more; nothing is changed.
+    fn derive(
+        &self,
+        base: &Version,
+        num_pages: u32,
+        computed: u32,
+        replace: Option<(u32, PageId)>,
+    ) -> Result<u32> {
+        let shared = computed as usize / (LEAF * self.page_size as usize);
+        let copied = (shared * LEAF) as u32..num_pages;
+        let is_replaced = |i: u32| replace.is_some_and(|(at, _)| at == i);
+        for i in copied.clone().filter(|&i| !is_replaced(i)) {
+            if let Err(error) = self.pool.retain_page(self.page(base, i)) {
+                let counted = (copied.start..i).filter(|&i| !is_replaced(i));
+                self.pool.release_pages(counted.map(|i| self.page(base, i)));
+                return Err(error);
+            }
+        }
+        let index = self.versions.take();
+        let version = self.versions.get(index);
+        version.start(computed);
+        for k in 0..shared {
+            let leaf = base.leaf(k);
+            // Relaxed: the caller's pin or claim keeps the count above zero.
+            self.leaves.get(leaf).count.fetch_add(1, Ordering::Relaxed);
+            version.set_leaf(k, leaf);
+        }
+        version.set_num_pages(copied.start.min(num_pages));
+        for i in copied {
+            let page = match replace {
+                Some((at, page)) if at == i => page,
+                _ => self.page(base, i),
+            };
+            self.push(version, page);
+        }
+        Ok(index)
+    }
+
+    /// Appends a page, whose count moves in, to a version that only the caller changes.
+    #[inline]
+    fn push(&self, version: &Version, page: PageId) {
+        let at = version.num_pages();
+        let i = at as usize % LEAF;
+        if i == 0 {
+            let index = self.leaves.take();
+            let leaf = self.leaves.get(index);
+            // Relaxed: published with the page, by `num_pages` or the head.
+            leaf.count.store(1, Ordering::Relaxed);
+            version.set_leaf(at as usize / LEAF, index);
+        }
+        self.leaves.get(version.tail()).set(i, page);
+        version.set_num_pages(at + 1);
+    }
+
+    /// Takes the pages behind the first `num_pages` away from a version that only the caller
+    /// changes. No reader looks there: they hold no computed token.
+    fn pop_to(&self, version: &Version, num_pages: u32) {
+        while version.num_pages() > num_pages {
+            let last = version.num_pages() - 1;
+            let (k, i) = (last as usize / LEAF, last as usize % LEAF);
+            let leaf_index = version.leaf(k);
+            let leaf = self.leaves.get(leaf_index);
+            let page = leaf.page(i);
+            leaf.set(i, PageId::NONE);
+            version.set_num_pages(last);
+            self.pool.release_page(page);
+            if i == 0 {
+                self.drop_leaf(leaf_index);
+                if k > 0 {
+                    version.set_tail(k - 1);
+                }
+            }
+        }
+    }
+}

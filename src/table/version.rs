@@ -1,0 +1,231 @@
+//! Versions: one state of one sequence's page table, in a slot whose type never changes.
+//!
+//! Readers pin a version and may then look at its computed tokens for as long as they like. The
+//! sequence's writer grows it in place, beyond what any reader looks at; whatever would change
+//! what a reader sees (copy-on-write, truncation) makes a new version instead.
+
+use super::slab::Vacant;
+use crate::sync::{AtomicU32, AtomicU64, OnceBox, Ordering};
+
+const FIRST: usize = 8;
+const SEGMENTS: usize = 24;
+
+/// What a version is to its sequence. Statistics tell live from deferred pages by it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(super) enum Role {
+    /// Built by a writer, seen by nobody else. Dropping it undoes the writer's change.
+    Draft = 0,
+    /// Named by a sequence's head.
+    Head = 1,
+    /// Replaced; only leases still hold it.
+    Retired = 2,
+}
+
+/// Leaf numbers of one version plus its counts. The first cache line is all a decode step needs.
+#[repr(C, align(64))]
+pub(super) struct Version {
+    /// generation 32 | count 32. The sequence holds one count on its head, each pin one.
+    word: AtomicU64,
+    /// Tokens that readers see. Only grows.
+    computed: AtomicU32,
+    /// Pages in the leaves, reserved ones too. Only the writer, or the last holder, looks beyond
+    /// the computed ones.
+    num_pages: AtomicU32,
+    /// The leaf that holds the last page: spares the decode step the list.
+    tail: AtomicU32,
+    /// A [`Role`].
+    role: AtomicU32,
+    first: [AtomicU32; FIRST],
+    /// Segment k holds leaves `8·2^k ..`; made on demand, kept with the slot.
+    more: [OnceBox<Box<[AtomicU32]>>; SEGMENTS],
+}
+
+impl Vacant for Version {
+    fn vacant() -> Self {
+        Self {
+            word: AtomicU64::new(0),
+            computed: AtomicU32::new(0),
+            num_pages: AtomicU32::new(0),
+            tail: AtomicU32::new(0),
+            role: AtomicU32::new(Role::Draft as u32),
+            first: std::array::from_fn(|_| AtomicU32::new(0)),
+            more: std::array::from_fn(|_| OnceBox::new()),
+        }
+    }
+}
+
+impl Version {
+    /// Starts the life of a vacant slot with one count and returns its generation. Not yet visible to
+    /// anyone: the head's Release store publishes it.
+    pub(super) fn start(&self, computed: u32) -> u32 {
+        let word = self.word.load(Ordering::Relaxed);
+        debug_assert_eq!(word as u32, 0, "the slot is in use");
+        self.computed.store(computed, Ordering::Relaxed);
+        self.num_pages.store(0, Ordering::Relaxed);
+        self.set_role(Role::Draft);
+        // Release: pairs with the Acquire of a stale `try_pin`, which then sees count 1 of a
+        // generation it doesn't ask for.
+        self.word.store(word | 1, Ordering::Release);
+        (word >> 32) as u32
+    }
+
+    /// Ends the life: stale numbers will find another generation.
+    pub(super) fn end(&self) {
+        let generation = ((self.word.load(Ordering::Relaxed) >> 32) as u32).wrapping_add(1);
+        self.num_pages.store(0, Ordering::Relaxed);
+        // Release: pairs with the Acquire load in `try_pin`.
+        self.word.store(u64::from(generation) << 32, Ordering::Release);
+    }
+
+    /// One more count, unless this life is over.
+    #[inline]
+    pub(super) fn try_pin(&self, generation: u32) -> bool {
+        // Acquire: pairs with the AcqRel of `unpin` and the Release of `end`, so that whoever
+        // finds the version gone also sees the head that replaced it.
+        let mut word = self.word.load(Ordering::Acquire);
+        loop {
+            if (word >> 32) as u32 != generation || word as u32 == 0 {
+                return false;
+            }
+            // Acquire: pairs with the Release of earlier decrements.
+            match self.word.compare_exchange_weak(word, word + 1, Ordering::Acquire, Ordering::Acquire) {
+                Ok(_) => return true,
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// One count less; true for the last, who must drop the version.
+    #[inline]
+    pub(super) fn unpin(&self) -> bool {
+        // AcqRel: the Release half pairs with the Acquire half of whoever comes last, so that it
+        // sees all that every holder did.
+        self.word.fetch_sub(1, Ordering::AcqRel) as u32 == 1
+    }
+
+    /// Counts of the current life.
+    pub(super) fn count(&self) -> u32 {
+        self.word.load(Ordering::Acquire) as u32
+    }
+
+    pub(super) fn word(&self) -> u64 {
+        self.word.load(Ordering::Acquire)
+    }
+
+    /// The generation of the current life.
+    pub(super) fn generation(&self) -> u32 {
+        (self.word() >> 32) as u32
+    }
+
+    /// Tokens that readers may see; all pages and slots below were written before.
+    #[inline]
+    pub(super) fn computed(&self) -> u32 {
+        // Acquire: pairs with the Release in `set_computed`.
+        self.computed.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(super) fn set_computed(&self, computed: u32) {
+        // Release: pairs with the Acquire in `computed`: the tokens' slots and the pages' entries
+        // come before their number.
+        self.computed.store(computed, Ordering::Release);
+    }
+
+    #[inline]
+    pub(super) fn num_pages(&self) -> u32 {
+        // Acquire: pairs with the Release in `set_num_pages`, for walkers that hold no claim.
+        self.num_pages.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(super) fn set_num_pages(&self, num_pages: u32) {
+        // Release: pairs with the Acquire in `num_pages`.
+        self.num_pages.store(num_pages, Ordering::Release);
+    }
+
+    /// The leaf that holds the last page, if there is one.
+    #[inline]
+    pub(super) fn tail(&self) -> u32 {
+        self.tail.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_role(&self, role: Role) {
+        // Relaxed: read by statistics only.
+        self.role.store(role as u32, Ordering::Relaxed);
+    }
+
+    pub(super) fn role(&self) -> Role {
+        match self.role.load(Ordering::Relaxed) {
+            0 => Role::Draft,
+            1 => Role::Head,
+            _ => Role::Retired,
+        }
+    }
+
+    /// Number of the `k`-th leaf. Relaxed, like a leaf's entries.
+    #[inline]
+    pub(super) fn leaf(&self, k: usize) -> u32 {
+        self.cell(k).load(Ordering::Relaxed)
+    }
+
+    /// Sets the `k`-th leaf, which becomes the last.
+    pub(super) fn set_leaf(&self, k: usize, leaf: u32) {
+        if k >= FIRST {
+            let segment = (k / FIRST).ilog2() as usize;
+            self.more[segment].get_or_make(|| (0..FIRST << segment).map(|_| AtomicU32::new(0)).collect());
+        }
+        self.cell(k).store(leaf, Ordering::Relaxed);
+        self.tail.store(leaf, Ordering::Relaxed);
+    }
+
+    /// Makes the `k`-th leaf the last again, after those behind it were popped.
+    pub(super) fn set_tail(&self, k: usize) {
+        self.tail.store(self.leaf(k), Ordering::Relaxed);
+    }
+
+    #[inline]
+    fn cell(&self, k: usize) -> &AtomicU32 {
+        if k < FIRST {
+            return &self.first[k];
+        }
+        let segment = (k / FIRST).ilog2() as usize;
+        let cells = self.more[segment].get().expect("a leaf's segment exists");
+        &cells[k - (FIRST << segment)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn leaves_keep_their_place_through_segments() {
+        let version = Version::vacant();
+        for k in 0..1000 {
+            version.set_leaf(k, k as u32 * 3);
+        }
+        for k in 0..1000 {
+            assert_eq!(version.leaf(k), k as u32 * 3);
+        }
+        assert_eq!(version.tail(), 999 * 3);
+    }
+
+    #[test]
+    fn i5_a_stale_generation_cannot_pin() {
+        let version = Version::vacant();
+        let generation = version.start(0);
+        assert!(version.try_pin(generation));
+        assert!(!version.unpin());
+        assert!(version.unpin());
+        assert!(!version.try_pin(generation), "count 0");
+        version.end();
+        assert_eq!(version.start(0), generation + 1);
+        assert!(!version.try_pin(generation), "another life");
+    }
+
+    #[test]
+    fn the_decode_step_needs_one_cache_line() {
+        assert_eq!(std::mem::offset_of!(Version, more), 64);
+    }
+}
