@@ -1,0 +1,263 @@
+//! A batch seen from outside: the table's transaction, its arrays, and when it may end.
+
+use std::sync::Arc;
+
+use super::gate::Gate;
+use super::view::{self, BatchView, CsrArrays, TableArrays, TokenArrays};
+use crate::error::{Error, Result};
+use crate::sync::{AtomicBool, OnceBox, Ordering};
+use crate::table::{BatchItem, NewTokens, Outcome, Sequence, TableBatch, Tables};
+
+/// An open batch. Arrays are built on first access and may be read while the batch is open;
+/// dropping it closes it.
+///
+/// An operation in flight on the batch in another thread keeps it open a little longer: the last
+/// such operation carries out what `commit` or `close` decided. Nobody waits.
+pub struct Batch {
+    table: TableBatch,
+    gate: Gate,
+    decided: AtomicBool,
+    outcome: OnceBox<Outcome>,
+    page_size: u32,
+    num_pages: usize,
+    /// Fills rows of the block table behind a sequence's last page.
+    pad: i32,
+    cu_seqlens_q: Vec<i32>,
+    seq_lens: OnceBox<Vec<i32>>,
+    tables: OnceBox<TableArrays>,
+    tokens: OnceBox<TokenArrays>,
+    csr: OnceBox<CsrArrays>,
+}
+
+impl std::fmt::Debug for Batch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let open = !self.is_ended();
+        f.debug_struct("Batch")
+            .field("sequences", &self.items().len())
+            .field("open", &open)
+            .finish_non_exhaustive()
+    }
+}
+
+/// An operation in flight on an open batch.
+pub(super) struct InUse<'a>(&'a Batch);
+
+impl Drop for Batch {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Drop for InUse<'_> {
+    fn drop(&mut self) {
+        if self.0.gate.leave() {
+            self.0.finish();
+        }
+    }
+}
+
+impl Batch {
+    pub(super) fn open(
+        tables: &Arc<Tables>,
+        null_page: bool,
+        sequences: &[&Sequence],
+        new_tokens: NewTokens<'_>,
+        token_ids: Option<&[u32]>,
+        num_queries: Option<NewTokens<'_>>,
+    ) -> Result<Self> {
+        let table = tables.open(sequences, new_tokens, token_ids)?;
+        if let Some(i) = table.items().position(|item| i32::try_from(item.seq_len()).is_err()) {
+            return Err(Error::Value(format!(
+                "a batch's sequences have at most 2^31 - 1 tokens (sequence at index {i})"
+            )));
+        }
+        let cu_seqlens_q = match num_queries {
+            None | Some(NewTokens::Reserved) => view::cu_seqlens(table.items().map(|item| item.new_tokens))?,
+            Some(counts) => queries(counts, table.items())?,
+        };
+        Ok(Self {
+            table,
+            gate: Gate::new(),
+            decided: AtomicBool::new(false),
+            outcome: OnceBox::new(),
+            page_size: tables.page_size(),
+            num_pages: (tables.pool().first_page() + tables.pool().num_pages()) as usize,
+            pad: if null_page { 0 } else { -1 },
+            cu_seqlens_q,
+            seq_lens: OnceBox::new(),
+            tables: OnceBox::new(),
+            tokens: OnceBox::new(),
+            csr: OnceBox::new(),
+        })
+    }
+
+    /// The sequences, in the order given.
+    pub fn items(&self) -> impl ExactSizeIterator<Item = BatchItem> {
+        self.table.items()
+    }
+
+    /// Whether it was committed or closed.
+    pub fn is_ended(&self) -> bool {
+        self.gate.is_ended()
+    }
+
+    /// Keeps the first `keep[i]` new tokens of each sequence (`None`: all), drops the rest, counts
+    /// what is kept as computed, and ends the batch. Sequences freed meanwhile are skipped.
+    ///
+    /// # Errors
+    /// `Value` if it has ended, or keeps more tokens than there are; nothing is changed then.
+    pub fn commit(&self, keep: Option<Vec<u32>>) -> Result<()> {
+        if let Some(keep) = &keep {
+            self.table.check_keep(keep)?;
+        }
+        if self.end(Outcome::Commit(keep)) {
+            Ok(())
+        } else {
+            Err(Error::Value("the batch was committed or closed".to_owned()))
+        }
+    }
+
+    /// Ends the batch as if it had never been opened. Does nothing where it has ended.
+    pub fn close(&self) {
+        self.end(Outcome::Close);
+    }
+
+    /// False if it had ended before.
+    fn end(&self, outcome: Outcome) -> bool {
+        // AcqRel: of two threads one decides.
+        if self.decided.swap(true, Ordering::AcqRel) {
+            return false;
+        }
+        self.outcome.get_or_make(|| outcome);
+        if self.gate.end() {
+            self.finish();
+        }
+        true
+    }
+
+    fn finish(&self) {
+        let outcome = self.outcome.get().expect("decided before the gate closed");
+        self.table.end(outcome);
+    }
+
+    /// `[B]`: tokens of each sequence, the new ones included.
+    ///
+    /// # Errors
+    /// This and the other arrays: `Value` once the batch has ended, unless built before.
+    pub fn seq_lens(&self) -> Result<&[i32]> {
+        let lens = || self.table.items().map(|item| item.seq_len() as i32).collect();
+        self.array(&self.seq_lens, lens).map(Vec::as_slice)
+    }
+
+    /// `[B + 1]`: query rows.
+    pub fn cu_seqlens_q(&self) -> &[i32] {
+        &self.cu_seqlens_q
+    }
+
+    /// `[B, max_pages]` and `max_pages`; behind a sequence's last page -1, or 0 with a null page.
+    pub fn block_table(&self) -> Result<(&[i32], usize)> {
+        let make = || TableArrays::new(&self.table, self.page_size, self.pad);
+        self.array(&self.tables, make).map(|arrays| (arrays.block_table.as_slice(), arrays.max_pages))
+    }
+
+    /// `[tokens]`: slot of each new token, `page * page_size + offset`.
+    pub fn slot_mapping(&self) -> Result<&[i64]> {
+        self.token_arrays().map(|arrays| arrays.slot_mapping.as_slice())
+    }
+
+    /// `[tokens]`: position of each new token in its sequence.
+    pub fn positions(&self) -> Result<&[i64]> {
+        self.token_arrays().map(|arrays| arrays.positions.as_slice())
+    }
+
+    /// `[B + 1]`: where each sequence's pages begin in `kv_indices`.
+    pub fn kv_indptr(&self) -> Result<&[i32]> {
+        self.csr_arrays().map(|arrays| arrays.indptr.as_slice())
+    }
+
+    /// Physical pages, sequence behind sequence.
+    pub fn kv_indices(&self) -> Result<&[i32]> {
+        self.csr_arrays().map(|arrays| arrays.indices.as_slice())
+    }
+
+    /// `[B]`: tokens in each sequence's last page, 1 to `page_size`; 0 if it has none.
+    pub fn kv_last_page_len(&self) -> Result<&[i32]> {
+        self.csr_arrays().map(|arrays| arrays.last_page_len.as_slice())
+    }
+
+    /// Source and destination of each page copied on write when the batch was opened. A cache with
+    /// storage has carried the copies out; a tables-only cache leaves them to its caller.
+    pub fn copies(&self) -> Vec<[i64; 2]> {
+        view::copies(self.table.copies())
+    }
+
+    /// All arrays, to keep or to send.
+    pub fn view(&self) -> Result<BatchView> {
+        let (block_table, max_pages) = self.block_table()?;
+        Ok(BatchView {
+            page_size: self.page_size as usize,
+            num_pages: self.num_pages,
+            max_pages,
+            block_table: block_table.to_vec(),
+            seq_lens: self.seq_lens()?.to_vec(),
+            cu_seqlens_q: self.cu_seqlens_q.clone(),
+            slot_mapping: self.slot_mapping()?.to_vec(),
+            positions: self.positions()?.to_vec(),
+            kv_indptr: self.kv_indptr()?.to_vec(),
+            kv_indices: self.kv_indices()?.to_vec(),
+            kv_last_page_len: self.kv_last_page_len()?.to_vec(),
+            copies: self.copies(),
+        })
+    }
+
+    fn token_arrays(&self) -> Result<&TokenArrays> {
+        self.array(&self.tokens, || TokenArrays::new(&self.table, self.page_size))
+    }
+
+    fn csr_arrays(&self) -> Result<&CsrArrays> {
+        self.array(&self.csr, || CsrArrays::new(&self.table, self.page_size))
+    }
+
+    /// Builds an array while the lease holds the tables in place.
+    fn array<'a, T>(&self, built: &'a OnceBox<T>, make: impl FnOnce() -> T) -> Result<&'a T> {
+        if let Some(array) = built.get() {
+            return Ok(array);
+        }
+        let _open = self.enter()?;
+        Ok(built.get_or_make(make))
+    }
+
+    pub(super) fn enter(&self) -> Result<InUse<'_>> {
+        self.gate.enter()?;
+        Ok(InUse(self))
+    }
+}
+
+/// Cumulative query rows; a sequence has at most as many as tokens.
+fn queries(counts: NewTokens<'_>, items: impl ExactSizeIterator<Item = BatchItem>) -> Result<Vec<i32>> {
+    if let NewTokens::Counts(counts) = counts
+        && counts.len() != items.len()
+    {
+        return Err(Error::Value(format!(
+            "{} numbers of queries for {} sequences",
+            counts.len(),
+            items.len()
+        )));
+    }
+    let mut rows = Vec::with_capacity(items.len());
+    for (i, item) in items.enumerate() {
+        let count = match counts {
+            NewTokens::Each(n) => n,
+            NewTokens::Counts(counts) => counts[i],
+            NewTokens::Reserved => item.new_tokens,
+        };
+        if count > item.seq_len() {
+            let len = item.seq_len();
+            return Err(Error::Value(format!(
+                "{count} queries of a sequence of {len} tokens (sequence at index {i})"
+            )));
+        }
+        rows.push(count);
+    }
+    view::cu_seqlens(rows.into_iter())
+}

@@ -1,0 +1,252 @@
+//! The facade: pages with bytes behind them, batches with arrays, several caches at once.
+#![cfg(not(loom))]
+
+use paged_kv::attention::{AttentionOptions, reference};
+use paged_kv::cache::{BatchView, CacheOptions, KvCache, Step};
+use paged_kv::dtype::DType;
+use paged_kv::error::Error;
+use paged_kv::layout::{CacheLayout, PageOrder, Which};
+use paged_kv::storage::{RegionOptions, RowsView, RowsViewMut};
+use paged_kv::table::{NewTokens, Pick, Sequence};
+
+fn options(num_layers: usize, num_pages: usize) -> CacheOptions {
+    CacheOptions {
+        layout: CacheLayout {
+            num_layers,
+            num_pages,
+            page_size: 4,
+            num_kv_heads: 2,
+            head_dim: 8,
+            v_head_dim: 6,
+            dtype: DType::F32,
+            order: PageOrder::Hnd,
+        },
+        null_page: false,
+        window_left: -1,
+        num_threads: Some(1),
+        region: RegionOptions::default(),
+    }
+}
+
+/// Numbers that differ everywhere.
+fn noise(n: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    (0..n)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+        })
+        .collect()
+}
+
+/// Writes `n` tokens and commits; returns their keys and values.
+fn write(cache: &KvCache, sequence: &Sequence, n: u32, seed: u64) -> (Vec<f32>, Vec<f32>) {
+    let batch = cache.batch(&[sequence], NewTokens::Each(n), None, None).unwrap();
+    let tokens = n as usize;
+    let (key, value) = (noise(tokens * 16, seed), noise(tokens * 12, seed + 1));
+    let rows = |data, dim| RowsView::from_slice(data, [tokens, 2, dim]).unwrap();
+    for layer in 0..cache.layout().num_layers {
+        cache.write(layer, rows(&key, 8), rows(&value, 6), Step::Batch(&batch)).unwrap();
+    }
+    batch.commit(None).unwrap();
+    (key, value)
+}
+
+#[test]
+fn attention_over_a_fork_equals_attention_over_the_same_tokens_in_one_piece() {
+    let cache = KvCache::new(&options(2, 32)).unwrap();
+    let parent = cache.sequence(&[]);
+    let (mut key, mut value) = write(&cache, &parent, 6, 1);
+    let child = parent.fork().unwrap();
+    write(&cache, &parent, 3, 2);
+    let more = write(&cache, &child, 5, 3);
+    key.extend(more.0);
+    value.extend(more.1);
+    let query = noise(4 * 8, 9);
+    let batch = cache.batch(&[&child], NewTokens::Each(0), None, Some(NewTokens::Each(1))).unwrap();
+    let mut out = vec![f32::NAN; 4 * 6];
+    cache
+        .attend(
+            1,
+            RowsView::from_slice(&query, [1, 4, 8]).unwrap(),
+            Step::Batch(&batch),
+            &AttentionOptions::default(),
+            &mut RowsViewMut::from_slice(&mut out, [1, 4, 6]).unwrap(),
+            None,
+        )
+        .unwrap();
+    let shape = reference::Shape { num_heads: 4, num_kv_heads: 2, head_dim: 8, v_head_dim: 6 };
+    let (expected, _) = reference::attention(shape, &query, &key, &value, &AttentionOptions::default());
+    for (got, want) in out.iter().zip(expected) {
+        assert!((f64::from(*got) - want).abs() < 1e-5, "{got} {want}");
+    }
+    batch.close();
+    drop(batch);
+    drop((parent, child));
+    cache.validate().unwrap();
+    assert_eq!(cache.pool().num_free(), 32);
+}
+
+#[test]
+fn arrays_agree_with_each_other_and_end_with_the_batch() {
+    let cache = KvCache::new(&CacheOptions { null_page: true, ..options(0, 32) }).unwrap();
+    let sequences: Vec<Sequence> = (0..3).map(|_| cache.sequence(&[])).collect();
+    let refs: Vec<&Sequence> = sequences.iter().collect();
+    let batch = cache.batch(&refs, NewTokens::Counts(&[5, 0, 8]), None, None).unwrap();
+    let (table, max_pages) = batch.block_table().unwrap();
+    assert_eq!((table.len(), max_pages), (6, 2));
+    assert_eq!(&table[2..4], [0, 0], "a null page pads");
+    assert_eq!(batch.seq_lens().unwrap(), [5, 0, 8]);
+    assert_eq!(batch.cu_seqlens_q(), [0, 5, 5, 13]);
+    assert_eq!(batch.positions().unwrap(), [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(batch.kv_indptr().unwrap(), [0, 2, 2, 4]);
+    assert_eq!(batch.kv_indices().unwrap(), [&table[..2], &table[4..]].concat());
+    assert_eq!(batch.kv_last_page_len().unwrap(), [1, 0, 4]);
+    let slots: Vec<i64> = [0, 4]
+        .into_iter()
+        .zip([5, 8])
+        .flat_map(|(row, n)| (0..n).map(move |p| (row, p)))
+        .map(|(row, p)| i64::from(table[row + p / 4]) * 4 + (p % 4) as i64)
+        .collect();
+    assert_eq!(batch.slot_mapping().unwrap(), slots);
+    let view = batch.view().unwrap();
+    batch.close();
+    assert_eq!(batch.view().unwrap(), view, "what was built stays readable");
+    assert!(matches!(batch.commit(None), Err(Error::Value(_))));
+    drop(batch);
+    let ended = cache.batch(&refs, NewTokens::Each(1), None, None).unwrap();
+    ended.commit(None).unwrap();
+    assert!(matches!(ended.block_table(), Err(Error::Value(_))), "never built, and the lease is gone");
+}
+
+#[test]
+fn a_view_drives_another_cache_of_the_same_shape_and_no_other() {
+    let scheduler = KvCache::new(&options(0, 16)).unwrap();
+    let rank = KvCache::new(&options(1, 16)).unwrap();
+    let parent = scheduler.sequence(&[]);
+    let mut expected = Vec::new();
+    let mut step = |sequence: &Sequence, n: u32, seed: u64| -> BatchView {
+        let batch = scheduler.batch(&[sequence], NewTokens::Each(n), None, None).unwrap();
+        let view = batch.view().unwrap();
+        rank.copy_pages(&view.copies).unwrap();
+        let (key, value) = (noise(n as usize * 16, seed), noise(n as usize * 12, seed));
+        let rows = |data, dim| RowsView::from_slice(data, [n as usize, 2, dim]).unwrap();
+        rank.write(0, rows(&key, 8), rows(&value, 6), Step::View(&view)).unwrap();
+        expected.extend(key);
+        batch.commit(None).unwrap();
+        view
+    };
+    step(&parent, 6, 1);
+    let child = parent.fork().unwrap();
+    let view = step(&child, 1, 2);
+    assert_eq!(view.copies.len(), 1);
+    let keys = rank.pages(0, Which::Key, false).unwrap();
+    for position in 0..7 {
+        let (page, offset) = child.locate(position).unwrap();
+        let address = rank.layout().pages(Which::Key).unwrap().offset(page.index(), 1, offset as usize);
+        let base = keys.slot(0, 0, 0).addr();
+        assert_eq!(keys.slot(page.index(), 1, offset as usize).addr(), base + address * 4);
+    }
+    let other = KvCache::new(&options(1, 17)).unwrap();
+    let empty: [f32; 0] = [];
+    let rows = |dim| RowsView::from_slice(&empty, [0, 2, dim]).unwrap();
+    assert!(matches!(other.write(0, rows(8), rows(6), Step::View(&view)), Err(Error::Layout(_))));
+}
+
+#[test]
+fn reorder_moves_the_first_pick_forks_the_rest_and_frees_the_unpicked() {
+    let cache = KvCache::new(&options(1, 32)).unwrap();
+    let sequences: Vec<Sequence> = (0..3).map(|_| cache.sequence(&[])).collect();
+    for (sequence, seed) in sequences.iter().zip(0..) {
+        write(&cache, sequence, 5, seed);
+    }
+    let refs: Vec<&Sequence> = sequences.iter().collect();
+    assert!(matches!(cache.reorder(&refs, &[0, 3]), Err(Error::Value(_))));
+    let batch = cache.batch(&refs[1..2], NewTokens::Each(1), None, None).unwrap();
+    assert!(matches!(cache.reorder(&refs, &[0]), Err(Error::SequenceBusy { index: Some(1), .. })));
+    batch.close();
+    let free = cache.pool().num_free();
+    let picks = cache.reorder(&refs, &[2, 2, 0]).unwrap();
+    assert_eq!(cache.pool().num_free(), free + 2, "sequence 1 was freed");
+    assert!(matches!(picks[..], [Pick::Moved(2), Pick::Forked(_), Pick::Moved(0)]));
+    assert!(sequences[1].is_freed());
+    let Pick::Forked(fork) = &picks[1] else { unreachable!() };
+    assert_eq!(fork.block_table().unwrap(), sequences[2].block_table().unwrap());
+    drop(picks);
+    drop(batch);
+    drop(refs);
+    drop(sequences);
+    cache.validate().unwrap();
+    assert_eq!(cache.pool().num_free(), 32);
+}
+
+#[test]
+fn i1_the_states_sum_to_the_total_and_say_what_is_shared() {
+    let cache = KvCache::new(&options(1, 32)).unwrap();
+    let parent = cache.sequence(&[]);
+    write(&cache, &parent, 6, 1);
+    let child = parent.fork().unwrap();
+    write(&cache, &child, 1, 2);
+    let handles = cache.pool().alloc(3).unwrap();
+    let lease = cache.batch(&[&parent], NewTokens::Each(0), None, None).unwrap();
+    parent.truncate(3).unwrap();
+    let stats = cache.stats(true).unwrap();
+    assert_eq!(stats.total_pages, 32);
+    assert_eq!(stats.free_pages + stats.live_pages + stats.cached_pages + stats.deferred_pages, 32);
+    // The parent keeps its first page, shared with the child; only the lease keeps its second; the
+    // child copied that one.
+    assert_eq!((stats.live_pages, stats.shared_pages, stats.deferred_pages), (5, 1, 1));
+    assert_eq!((stats.sequences, stats.tokens, stats.stored_tokens, stats.copied_pages), (2, 10, 7, 1));
+    assert_eq!(stats.detail.len(), 2);
+    let page = cache.pool().handle(child.locate(0).unwrap().0);
+    let mut owners = cache.owners(page).unwrap();
+    owners.sort_unstable();
+    let mut expected = [parent.id(), child.id()];
+    expected.sort_unstable();
+    assert_eq!(owners, expected);
+    cache.pool().release(&handles).unwrap();
+    drop(lease);
+    drop((parent, child));
+    cache.validate().unwrap();
+    assert_eq!(cache.stats(false).unwrap().free_pages, 32);
+}
+
+#[test]
+fn physical_addresses_and_offsets_are_checked_and_agree_with_the_table() {
+    let cache = KvCache::new(&options(2, 8)).unwrap();
+    let sequence = cache.sequence(&[]);
+    write(&cache, &sequence, 6, 1);
+    let base = cache.pages(1, Which::Value, false).unwrap().slot(0, 0, 0).addr();
+    let (page, offset) = sequence.locate(5).unwrap();
+    let strides = cache.layout().pages(Which::Value).unwrap();
+    let expected = base + strides.offset(page.index(), 1, offset as usize) * 4;
+    assert_eq!(cache.physical_address(&sequence, 1, 5, Which::Value, 1).unwrap(), expected);
+    assert!(matches!(cache.physical_address(&sequence, 2, 5, Which::Key, 0), Err(Error::Value(_))));
+    assert!(matches!(cache.physical_address(&sequence, 0, 6, Which::Key, 0), Err(Error::Value(_))));
+    assert!(matches!(cache.physical_address(&sequence, 0, u64::MAX, Which::Key, 0), Err(Error::Value(_))));
+    assert!(matches!(cache.physical_address(&sequence, 0, 0, Which::Key, 2), Err(Error::Value(_))));
+    let bytes = cache.layout().page_bytes().unwrap() as u64;
+    let table = sequence.block_table().unwrap();
+    assert_eq!(cache.physical_offset(&sequence, bytes + 7).unwrap(), table[1] as u64 * bytes + 7);
+    assert!(matches!(cache.physical_offset(&sequence, 2 * bytes), Err(Error::Value(_))));
+    assert_eq!(cache.prefetch(&sequence, 100).unwrap(), 64);
+    assert_eq!(cache.prefetch(&sequence, usize::MAX).unwrap(), 2 * 2 * bytes as usize / 64 * 64);
+}
+
+#[test]
+fn sizes_that_make_no_sense_are_refused() {
+    let refuse = |change: fn(&mut CacheOptions)| {
+        let mut bad = options(1, 8);
+        change(&mut bad);
+        KvCache::new(&bad).map(drop).unwrap_err()
+    };
+    assert!(matches!(refuse(|o| o.layout.page_size = 0), Error::Layout(_)));
+    assert!(matches!(refuse(|o| o.layout.num_pages = 0), Error::Layout(_)));
+    assert!(matches!(refuse(|o| o.layout.head_dim = 0), Error::Layout(_)));
+    assert!(matches!(refuse(|o| o.layout.num_pages = usize::MAX), Error::Layout(_)));
+    assert!(matches!(refuse(|o| o.window_left = -2), Error::Value(_)));
+    assert!(matches!(refuse(|o| o.num_threads = Some(0)), Error::Value(_)));
+    assert!(matches!(refuse(|o| o.layout.num_pages = 1 << 30), Error::Memory { .. }));
+}
