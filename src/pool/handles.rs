@@ -51,29 +51,28 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
     /// Drops one reference for each handle in the list (two if it is there twice). Pages whose last
     /// reference went are free afterwards.
     ///
-    /// The caller must hold these references. If it doesn't, the list is refused as a whole. What
-    /// can't be told apart is *whose* reference another thread drops: if threads drop one reference
-    /// twice at the same time, one of them gets the error, and its list is put back except for
-    /// shared pages that their other holders let go in that very moment.
-    ///
     /// # Errors
-    /// [`Error::InvalidPage`] or [`Error::RefCount`] (a second release, a stale handle).
+    /// [`Error::InvalidPage`] or [`Error::RefCount`] (a second release, a stale handle); then no
+    /// reference is dropped, whatever other threads retained or released meanwhile.
     pub fn release(&self, handles: &[PageHandle]) -> Result<()> {
-        self.check_held(handles)?;
-        let mut ended = Vec::new();
-        for (done, &handle) in handles.iter().enumerate() {
-            match self.words.release(handle.page(), |word| is_live(word, handle)) {
-                Ok(before) if before.count() == 1 => ended.push((handle.page(), before)),
-                Ok(_) => {}
-                Err(word) => {
-                    self.undo_release(&handles[..done], &ended);
-                    return Err(refused(handle.page(), word, "released twice at the same time"));
+        // A list that is simply wrong is refused before any word changes, even for a moment.
+        for &handle in handles {
+            self.live_word(handle)?;
+        }
+        for (begun, &handle) in handles.iter().enumerate() {
+            let allow = |word| is_live(word, handle) && word.droppable() > 0;
+            if let Err(word) = self.words.begin_release(handle.page(), allow) {
+                for done in &handles[..begun] {
+                    self.words.undo_release(done.page(), done.generation());
                 }
+                return Err(refused(handle.page(), word, "released more often than it was retained"));
             }
         }
         let mut freed = Freed::new(self);
-        for (page, _) in ended {
-            freed.push(page);
+        for handle in handles {
+            if self.words.finish_release(handle.page(), handle.generation()) {
+                freed.push(handle.page());
+            }
         }
         Ok(())
     }
@@ -97,45 +96,10 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
     fn retain_one(&self, handle: PageHandle) -> Result<()> {
         let page = self.in_range(handle)?;
         let allow = |word| is_live(word, handle) && word.count() < MAX_HANDLES;
-        self.words.retain(page, allow).map(drop).map_err(|word| {
+        self.words.retain(page, allow).map_err(|word| {
             let reason = if is_live(word, handle) { "too many references" } else { STALE };
             refused(page, word, reason)
         })
-    }
-
-    /// Refuses a list that asks for more references than its pages have.
-    fn check_held(&self, handles: &[PageHandle]) -> Result<()> {
-        for &handle in handles {
-            self.live_word(handle)?;
-        }
-        if handles.is_sorted_by(|a, b| a.page() < b.page()) {
-            return Ok(());
-        }
-        let mut sorted = handles.to_vec();
-        sorted.sort_unstable_by_key(|handle| handle.page());
-        for same in sorted.chunk_by(|a, b| a.page() == b.page()) {
-            let word = self.live_word(same[0])?;
-            if same.len() > word.count() as usize {
-                return Err(refused(same[0].page(), word, "listed more often than it is referenced"));
-            }
-        }
-        Ok(())
-    }
-
-    /// Puts back what a list release did before it met a reference that was gone.
-    fn undo_release(&self, done: &[PageHandle], ended: &[(PageId, PageWord)]) {
-        for &(page, before) in ended {
-            self.words.undo_last_release(page, before);
-        }
-        let mut restored = ended.iter().map(|&(page, _)| page).collect::<Vec<_>>();
-        for &handle in done {
-            // The last reference of an ended page is back already.
-            if let Some(at) = restored.iter().position(|&page| page == handle.page()) {
-                restored.swap_remove(at);
-            } else {
-                let _ = self.words.retain(handle.page(), |word| is_live(word, handle));
-            }
-        }
     }
 
     fn live_word(&self, handle: PageHandle) -> Result<PageWord> {

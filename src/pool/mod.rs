@@ -28,7 +28,7 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 use crate::ids::{PageHandle, PageId};
-use crate::sync::{hint, serial_number, thread_number};
+use crate::sync::{serial_number, thread_number};
 use credits::Credits;
 use words::{PageWord, PageWords};
 
@@ -150,7 +150,7 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
     #[inline]
     pub fn retain_page(&self, page: PageId) -> Result<()> {
         let allow = |word: PageWord| (1..MAX_COUNT).contains(&word.count());
-        self.words.retain(page, allow).map(drop).map_err(|word| refused(page, word, "cannot be retained"))
+        self.words.retain(page, allow).map_err(|word| refused(page, word, "cannot be retained"))
     }
 
     /// Drops a reference that the caller holds; the last one frees the page.
@@ -165,9 +165,9 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
     pub fn release_pages(&self, pages: impl IntoIterator<Item = PageId>) {
         let mut freed = Freed::new(self);
         for page in pages {
-            let released = self.words.release(page, |word| word.count() > 0);
+            let released = self.words.release(page, |word| word.droppable() > 0);
             debug_assert!(released.is_ok(), "{page:?} was released but not held");
-            if released.is_ok_and(|before| before.count() == 1) {
+            if released == Ok(true) {
                 freed.push(page);
             }
         }
@@ -177,13 +177,12 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
     #[inline]
     fn claim_one(&self, from: u32) -> PageId {
         loop {
+            // None: other threads took and gave while we looked; a page of ours is there.
             if let Some(item) = self.free.take_lowest(from) {
                 let page = PageId(item);
                 self.words.start(page);
                 return page;
             }
-            // Other threads took and gave while we looked; a page of ours is there.
-            hint::spin_loop();
         }
     }
 
@@ -201,10 +200,9 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
             }
         }
         while let missing @ 1.. = n - (out.len() - taken) as u32 {
-            match self.free.take_word(region.start, missing) {
-                Some(bits) => out.extend(bits.items().map(PageId)),
-                // As in `claim_one`.
-                None => hint::spin_loop(),
+            // None: as in `claim_one`.
+            if let Some(bits) = self.free.take_word(region.start, missing) {
+                out.extend(bits.items().map(PageId));
             }
         }
         let pages = &mut out[taken..];

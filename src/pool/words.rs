@@ -7,18 +7,25 @@ use crate::sync::Ordering;
 /// The largest reference count.
 pub const MAX_COUNT: u32 = (1 << COUNT_BITS) - 1;
 
+const FLAG_BITS: u32 = 2;
+const RELEASING_BITS: u32 = 6;
 const COUNT_BITS: u32 = 24;
-const COUNT_SHIFT: u32 = 8;
+const RELEASING_SHIFT: u32 = FLAG_BITS;
+const COUNT_SHIFT: u32 = RELEASING_SHIFT + RELEASING_BITS;
 const GENERATION_SHIFT: u32 = COUNT_SHIFT + COUNT_BITS;
 const ONE: u64 = 1 << COUNT_SHIFT;
+const ONE_RELEASING: u64 = 1 << RELEASING_SHIFT;
+const MAX_RELEASING: u32 = (1 << RELEASING_BITS) - 1;
 
-const _: () = assert!(GENERATION_SHIFT == 32, "generation 32, count 24, flags 8 fill the word");
+const _: () = assert!(GENERATION_SHIFT == 32, "the generation is the upper half of the word");
 
-/// `generation << 32 | count << 8 | flags`.
+/// `generation 32 | count 24 | releasing 6 | flags 2`.
 ///
-/// A page is free exactly when its count is 0; its generation grows when the count reaches 0. The
-/// flags say what holds the page besides counted references; none is in use yet, and a page that
-/// carries one counts as shared.
+/// - A page is free exactly when its count is 0; its generation grows when the count reaches 0.
+/// - `releasing` of the counted references are promised to lists that are being released; nobody
+///   else can drop those, so such a list can still be kept whole or given up whole.
+/// - The flags say what holds the page besides counted references; none is in use yet, and a page
+///   that carries one counts as shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PageWord(pub(super) u64);
 
@@ -39,14 +46,25 @@ impl PageWord {
         (self.0 >> COUNT_SHIFT) as u32 & MAX_COUNT
     }
 
+    /// References that can still be dropped.
     #[inline]
-    const fn flags(self) -> u8 {
-        self.0 as u8
+    pub(super) const fn droppable(self) -> u32 {
+        self.count() - self.releasing()
     }
 
     #[inline]
     pub(super) const fn is_shared(self) -> bool {
         self.count() > 1 || self.flags() != 0
+    }
+
+    #[inline]
+    const fn releasing(self) -> u32 {
+        (self.0 >> RELEASING_SHIFT) as u32 & MAX_RELEASING
+    }
+
+    #[inline]
+    const fn flags(self) -> u32 {
+        self.0 as u32 & ((1 << FLAG_BITS) - 1)
     }
 
     #[inline]
@@ -58,6 +76,18 @@ impl PageWord {
     #[inline]
     const fn minus_one(self) -> Self {
         if self.count() == 1 { Self::free(self.generation().wrapping_add(1)) } else { Self(self.0 - ONE) }
+    }
+
+    /// One reference more that is promised to a list.
+    #[inline]
+    const fn promised(self) -> Self {
+        Self(self.0 + ONE_RELEASING)
+    }
+
+    /// One promise fewer; the reference stays.
+    #[inline]
+    const fn unpromised(self) -> Self {
+        Self(self.0 - ONE_RELEASING)
     }
 }
 
@@ -90,35 +120,62 @@ impl PageWords {
         word.store(free.plus_one().0, Ordering::Relaxed);
     }
 
-    /// Puts back the word of a page whose life `release` just ended and whose bit is not set yet.
-    pub(super) fn undo_last_release(&self, page: PageId, before: PageWord) {
-        // Relaxed, and a plain store: as in `start`, nobody else changes it.
-        self.0.get(page.index()).store(before.0, Ordering::Relaxed);
-    }
-
     /// Adds a reference if `allow` agrees; otherwise returns the word that was refused.
     #[inline]
-    pub(super) fn retain(
-        &self,
-        page: PageId,
-        allow: impl Fn(PageWord) -> bool,
-    ) -> Result<PageWord, PageWord> {
+    pub(super) fn retain(&self, page: PageId, allow: impl Fn(PageWord) -> bool) -> Result<(), PageWord> {
         // Relaxed: whoever adds a reference holds one, or reached the page through something that
         // orders it (as for `Arc::clone`).
-        self.update(page, allow, PageWord::plus_one, Ordering::Relaxed)
+        self.update(page, allow, PageWord::plus_one, Ordering::Relaxed).map(drop)
     }
 
-    /// Drops a reference if `allow` agrees, and returns the word before; otherwise returns the word
-    /// that was refused.
+    /// Drops a reference if `allow` agrees; true: it was the last, and the caller frees the page.
+    /// Otherwise returns the word that was refused.
     #[inline]
-    pub(super) fn release(
+    pub(super) fn release(&self, page: PageId, allow: impl Fn(PageWord) -> bool) -> Result<bool, PageWord> {
+        // Release: pairs with the Acquire of the next release and in `get`. Acquire: whoever ends
+        // the page's life does so after all that former holders did.
+        let before = self.update(page, allow, PageWord::minus_one, Ordering::AcqRel)?;
+        Ok(before.count() == 1)
+    }
+
+    /// First half of releasing a list, if `allow` agrees: ends the page's life if nothing but this
+    /// reference holds it, else promises the reference to the list. To be followed by
+    /// [`finish_release`](Self::finish_release) or [`undo_release`](Self::undo_release), before
+    /// either of which the page's bit stays clear.
+    #[inline]
+    pub(super) fn begin_release(
         &self,
         page: PageId,
         allow: impl Fn(PageWord) -> bool,
-    ) -> Result<PageWord, PageWord> {
-        // Release: pairs with the Acquire of the next release and in `get`. Acquire: whoever ends
-        // the page's life does so after all that former holders did.
-        self.update(page, allow, PageWord::minus_one, Ordering::AcqRel)
+    ) -> Result<(), PageWord> {
+        // Beyond that many lists at once the promise can't be counted, and is refused.
+        let allow = |word: PageWord| allow(word) && word.releasing() < MAX_RELEASING;
+        let change = |word: PageWord| if word.is_shared() { word.promised() } else { word.minus_one() };
+        // AcqRel: as in `release`.
+        self.update(page, allow, change, Ordering::AcqRel).map(drop)
+    }
+
+    /// Second half; true: it was the last reference, and the caller frees the page.
+    #[inline]
+    pub(super) fn finish_release(&self, page: PageId, generation: u32) -> bool {
+        if self.get(page).generation() != generation {
+            return true;
+        }
+        let change = |word: PageWord| word.unpromised().minus_one();
+        // AcqRel: as in `release`.
+        self.update(page, |_| true, change, Ordering::AcqRel).is_ok_and(|before| before.count() == 1)
+    }
+
+    /// Takes the first half back.
+    pub(super) fn undo_release(&self, page: PageId, generation: u32) {
+        if self.get(page).generation() == generation {
+            // Relaxed: the reference stays, nothing is handed over.
+            let _ = self.update(page, |_| true, PageWord::unpromised, Ordering::Relaxed);
+        } else {
+            // Relaxed, and a plain store: as in `start`, nobody else changes a word whose count is 0.
+            let word = PageWord::free(generation).plus_one();
+            self.0.get(page.index()).store(word.0, Ordering::Relaxed);
+        }
     }
 
     #[inline]
