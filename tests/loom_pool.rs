@@ -52,7 +52,7 @@ fn at_rest(pool: &Pool, free: u64) {
 
 #[test]
 fn i3_two_takers_never_receive_the_same_page() {
-    model(3, || {
+    model(5, || {
         let pool = pool();
         let other = spawn(&pool, 1, |pool| take(pool, 1, 1).expect("four pages for two"));
         let mine = take(&pool, 0, 1).expect("four pages for two");
@@ -63,7 +63,7 @@ fn i3_two_takers_never_receive_the_same_page() {
 
 #[test]
 fn i3_two_takers_of_runs_share_no_page() {
-    model(3, || {
+    model(5, || {
         let pool = pool();
         let other = spawn(&pool, 1, |pool| take(pool, 1, 2).expect("two runs of two"));
         let mut pages = take(&pool, 0, 2).expect("two runs of two");
@@ -76,7 +76,7 @@ fn i3_two_takers_of_runs_share_no_page() {
 
 #[test]
 fn i4_of_two_requests_that_do_not_fit_together_one_succeeds() {
-    model(3, || {
+    model(5, || {
         let pool = pool();
         // Leaves one credit in each shard and none in the middle: a request for two must merge both.
         take(&pool, 0, 2).expect("two from the middle");
@@ -90,7 +90,7 @@ fn i4_of_two_requests_that_do_not_fit_together_one_succeeds() {
 
 #[test]
 fn i4_a_doomed_request_makes_no_valid_one_fail() {
-    model(3, || {
+    model(5, || {
         let pool = pool();
         take(&pool, 0, 1).expect("one of four");
         let doomed = spawn(&pool, 1, |pool| take(pool, 1, 4));
@@ -103,7 +103,7 @@ fn i4_a_doomed_request_makes_no_valid_one_fail() {
 
 #[test]
 fn i4_merges_of_the_same_shards_are_helped_to_the_end() {
-    model(3, || {
+    model(5, || {
         let pool = pool();
         take(&pool, 0, 1).expect("one of four");
         take(&pool, 0, 1).expect("from the middle");
@@ -117,7 +117,7 @@ fn i4_merges_of_the_same_shards_are_helped_to_the_end() {
 
 #[test]
 fn i4_a_page_that_moves_between_shards_is_always_available() {
-    model(3, || {
+    model(5, || {
         let pool = pool();
         let one = take(&pool, 1, 1).expect("the credit of shard 1");
         take(&pool, 1, 2).expect("two from the middle");
@@ -134,8 +134,24 @@ fn i4_a_page_that_moves_between_shards_is_always_available() {
 }
 
 #[test]
+fn i4_with_a_thread_stopped_in_a_merge_two_others_still_share_what_is_there() {
+    model(2, || {
+        let pool = pool();
+        take(&pool, 0, 2).expect("two from the middle");
+        // One credit in each shard. Whoever wants two must merge both shards; wherever it stands in
+        // that, the two others decide between themselves and it.
+        let both = spawn(&pool, 0, |pool| take(pool, 0, 2).map_or(0, |pages| pages.len()));
+        let one = spawn(&pool, 1, |pool| take(pool, 1, 1).map_or(0, |pages| pages.len()));
+        let mine = take(&pool, 0, 1).map_or(0, |pages| pages.len());
+        let taken = mine + one.join().expect("no panic") + both.join().expect("no panic");
+        assert_eq!(taken, 2, "somebody failed although its pages were there");
+        at_rest(&pool, 0);
+    });
+}
+
+#[test]
 fn i1_pages_given_back_while_others_take_are_not_lost() {
-    model(3, || {
+    model(5, || {
         let pool = pool();
         let pages = take(&pool, 0, 3).expect("three of four");
         let giver = spawn(&pool, 1, move |pool| pool.release_pages(pages));
@@ -147,7 +163,7 @@ fn i1_pages_given_back_while_others_take_are_not_lost() {
 
 #[test]
 fn i2_of_two_releases_of_one_reference_one_is_refused() {
-    model(3, || {
+    model(5, || {
         let pool = pool();
         let handle = pool.alloc(1).expect("one page");
         let again = handle.clone();
@@ -160,7 +176,7 @@ fn i2_of_two_releases_of_one_reference_one_is_refused() {
 
 #[test]
 fn i5_a_stale_handle_never_touches_the_next_owner() {
-    model(3, || {
+    model(5, || {
         let pool = pool();
         let old = pool.alloc(1).expect("one page");
         let stale = old.clone();
@@ -179,7 +195,7 @@ fn i5_a_stale_handle_never_touches_the_next_owner() {
 
 #[test]
 fn i12_a_refused_list_is_put_back_whatever_others_do() {
-    model(3, || {
+    model(5, || {
         let pool = pool();
         let pages = pool.alloc(2).expect("two pages");
         pool.retain(&pages[..1]).expect("held");
@@ -195,7 +211,7 @@ fn i12_a_refused_list_is_put_back_whatever_others_do() {
 
 #[test]
 fn a_word_that_lags_in_the_tree_hides_nothing() {
-    model(4, || {
+    model(6, || {
         // Two words, so that there is a level above them; only item 0 is there.
         let bits = Arc::new(Bitmap::new_empty(128));
         bits.give_item(0);
@@ -215,7 +231,7 @@ fn a_word_that_lags_in_the_tree_hides_nothing() {
 
 #[test]
 fn the_tree_heals_itself_when_a_word_is_emptied_and_filled() {
-    model(4, || {
+    model(6, || {
         let bits = Arc::new(Bitmap::new_empty(128));
         bits.give_item(64);
         let other = {
