@@ -1,9 +1,8 @@
 //! Every argument is judged here before anything is written.
 
-use std::ops::Range;
-
 use super::{AttentionOptions, BatchTables};
 use crate::error::{Error, Result};
+use crate::kernels::Mask;
 use crate::storage::{PagesView, RowsView, RowsViewMut};
 
 /// One sequence of a batch, checked.
@@ -114,6 +113,7 @@ fn per_head(name: &str, values: &[f32], num_heads: usize, good: impl Fn(f32) -> 
 pub(super) fn sequences<'a>(
     tables: &BatchTables<'a>,
     options: &AttentionOptions,
+    mask: Mask,
     tokens: usize,
     page_size: usize,
     num_pages: usize,
@@ -171,7 +171,8 @@ pub(super) fn sequences<'a>(
             }
             let pages = &row[..needed.min(max_pages)];
             if num_queries > 0 {
-                let first_seen = seen(options, len, num_queries, 0).start / page_size;
+                let position = len as i64 - num_queries as i64;
+                let first_seen = mask.seen(position, len).start / page_size;
                 for &page in pages.get(first_seen..).unwrap_or_default() {
                     page_in_pool(i64::from(page), num_pages)?;
                 }
@@ -179,17 +180,6 @@ pub(super) fn sequences<'a>(
             Ok(Sequence { pages, first_row: first as usize, num_queries, len })
         })
         .collect()
-}
-
-/// The keys that query `query` of `num_queries` sees in a sequence of `len` tokens.
-pub(super) fn seen(options: &AttentionOptions, len: usize, num_queries: usize, query: usize) -> Range<usize> {
-    let position = len as i64 - num_queries as i64 + query as i64;
-    let start = match options.window_left {
-        -1 => 0,
-        window_left => position.saturating_sub(window_left).max(0) as usize,
-    };
-    let end = if options.causal { (position + 1).clamp(0, len as i64) as usize } else { len };
-    start.min(end)..end
 }
 
 /// Whether a page number names a page.

@@ -6,6 +6,7 @@
 mod check;
 mod merge;
 mod options;
+mod plan;
 pub mod reference;
 mod slopes;
 mod threads;
@@ -18,7 +19,7 @@ pub use threads::ThreadPool;
 pub use write::{copy_tokens, write_pages, write_rows};
 
 use crate::error::Result;
-use crate::kernels;
+use crate::kernels::{Call, Isa, Mask};
 use crate::storage::{PagesView, RowsView, RowsViewMut};
 
 /// Attention of a batch's queries over keys and values in pages.
@@ -42,52 +43,29 @@ pub fn paged_attention(
     tables: &BatchTables,
     options: &AttentionOptions,
     out: &mut RowsViewMut,
-    mut lse: Option<&mut [f32]>,
-    _threads: &ThreadPool,
+    lse: Option<&mut [f32]>,
+    threads: &ThreadPool,
 ) -> Result<()> {
     check::shapes(&query, &key_pages, &value_pages, out, lse.as_deref())?;
     let [tokens, num_heads, head_dim] = query.shape();
     check::options(options, num_heads)?;
-    let (k, v) = (*key_pages.layout(), *value_pages.layout());
-    let sequences = check::sequences(tables, options, tokens, k.page_size, k.num_pages)?;
-    let shape = reference::Shape { num_heads, num_kv_heads: k.num_heads, head_dim, v_head_dim: v.head_dim };
-    let covered = sequences.last().map_or(0, |s| s.first_row + s.num_queries);
-    for s in &sequences {
-        let gather = |pages: &PagesView, dim: usize| {
-            let mut dense = vec![0.0; s.len * k.num_heads * dim];
-            for (i, into) in dense.chunks_exact_mut(dim).enumerate() {
-                let (token, head) = (i / k.num_heads, i % k.num_heads);
-                if (0..s.num_queries).any(|q| check::seen(options, s.len, s.num_queries, q).contains(&token))
-                {
-                    let page = s.pages[token / k.page_size] as usize;
-                    kernels::load_slot(pages, page, head, token % k.page_size, into);
-                }
-            }
-            dense
-        };
-        let mut q = vec![0.0; s.num_queries * num_heads * head_dim];
-        for (i, into) in q.chunks_exact_mut(head_dim).enumerate() {
-            kernels::load_row(&query, s.first_row + i / num_heads, i % num_heads, into);
-        }
-        let (keys, values) = (gather(&key_pages, head_dim), gather(&value_pages, v.head_dim));
-        let (result, sums) = reference::attention(shape, &q, &keys, &values, options);
-        for (i, row) in result.chunks_exact(v.head_dim).enumerate() {
-            let row: Vec<f32> = row.iter().map(|&x| x as f32).collect();
-            kernels::store_row(out, s.first_row + i / num_heads, i % num_heads, &row);
-        }
-        if let Some(lse) = lse.as_deref_mut() {
-            for (lse, &sum) in lse[s.first_row * num_heads..].iter_mut().zip(&sums) {
-                *lse = sum as f32;
-            }
-        }
-    }
-    for token in covered..tokens {
-        for head in 0..num_heads {
-            kernels::store_row(out, token, head, &vec![0.0; v.head_dim]);
-        }
-    }
-    if let Some(lse) = lse {
-        lse[covered * num_heads..].fill(f32::NEG_INFINITY);
-    }
+    let mask = Mask {
+        causal: options.causal,
+        window_left: (options.window_left >= 0).then_some(options.window_left),
+    };
+    let pages = key_pages.layout();
+    let sequences = check::sequences(tables, options, mask, tokens, pages.page_size, pages.num_pages)?;
+    let level = options.isa.map_or_else(Isa::current, Ok)?.level()?;
+    let call = Call {
+        query,
+        key_pages,
+        value_pages,
+        mask,
+        scale: options.scale.unwrap_or_else(|| (1.0 / (head_dim as f64).sqrt()) as f32),
+        soft_cap: options.logits_soft_cap,
+        slopes: options.alibi_slopes,
+        sinks: options.sinks,
+    };
+    plan::run(level, &call, &sequences, out, lse, threads);
     Ok(())
 }

@@ -5,6 +5,9 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use super::scalar::Scalar;
+#[cfg(target_arch = "x86_64")]
+use super::x86_64::Avx2;
 use crate::error::{Error, Result};
 
 /// An instruction set that kernels are written for.
@@ -15,6 +18,14 @@ pub enum Isa {
     Scalar,
     /// AVX2 with FMA and F16C: x86-64 since Haswell (2013) and Zen (2017).
     Avx2,
+}
+
+/// An instruction set that this CPU is known to have: what dispatch goes by.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Level {
+    Scalar(Scalar),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
 }
 
 /// Overrides the choice of instruction set at start.
@@ -39,8 +50,31 @@ impl Isa {
     pub fn is_available(self) -> bool {
         match self {
             Self::Scalar => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => Avx2::new().is_some(),
+            #[cfg(not(target_arch = "x86_64"))]
             Self::Avx2 => false,
         }
+    }
+
+    /// Proof that this CPU has it.
+    ///
+    /// # Errors
+    /// [`Error::Value`] where it doesn't.
+    pub(crate) fn level(self) -> Result<Level> {
+        match self {
+            Self::Scalar => return Ok(Level::Scalar(Scalar)),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                if let Some(avx2) = Avx2::new() {
+                    return Ok(Level::Avx2(avx2));
+                }
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Avx2 => {}
+        }
+        let here: Vec<_> = Self::ALL.into_iter().filter(|isa| isa.is_available()).map(Self::name).collect();
+        Err(Error::Value(format!("this CPU lacks {self}; it has {}", here.join(", "))))
     }
 
     /// The fastest that this CPU has.
@@ -92,14 +126,10 @@ impl FromStr for Isa {
 
     /// Only an instruction set that this CPU has can be named.
     fn from_str(name: &str) -> Result<Self> {
-        let names = |list: &[Self]| list.iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", ");
-        let Some(isa) = Self::ALL.into_iter().find(|isa| isa.name() == name) else {
-            return Err(Error::Value(format!("ISA {name:?} is not one of {}", names(&Self::ALL))));
-        };
-        if isa.is_available() {
-            return Ok(isa);
-        }
-        let here: Vec<_> = Self::ALL.into_iter().filter(|isa| isa.is_available()).collect();
-        Err(Error::Value(format!("this CPU lacks {name}; it has {}", names(&here))))
+        let isa = Self::ALL.into_iter().find(|isa| isa.name() == name).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::Value(format!("ISA {name:?} is not one of {names}"))
+        })?;
+        isa.level().map(|_| isa)
     }
 }

@@ -16,17 +16,6 @@ pub(crate) fn load_row(rows: &RowsView, token: usize, head: usize, into: &mut [f
     unsafe { widen(from, rows.dtype(), into) }
 }
 
-/// Widens one slot of one head.
-///
-/// # Panics
-/// If an index is out of range or `into` is not one slot long.
-pub(crate) fn load_slot(pages: &PagesView, page: usize, head: usize, token: usize, into: &mut [f32]) {
-    assert_eq!(into.len(), pages.layout().head_dim, "slot length");
-    let from = pages.slot(page, head, token);
-    // SAFETY: `slot` checked the index; the view vouches for the slot's elements.
-    unsafe { widen(from, pages.layout().dtype, into) }
-}
-
 /// Rounds one row into place, to nearest, ties to even.
 ///
 /// # Panics

@@ -98,6 +98,26 @@ impl<'a> RowsViewMut<'a> {
         Ok(Self { base: slice.as_mut_ptr().cast(), dtype: T::DTYPE, shape, strides, life: PhantomData })
     }
 
+    /// The same rows for a shorter time.
+    pub fn reborrow(&mut self) -> RowsViewMut<'_> {
+        RowsViewMut { life: PhantomData, ..*self }
+    }
+
+    /// The rows of the first `tokens` tokens and those of the others.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn split_at(self, tokens: usize) -> (Self, Self) {
+        let [all, heads, dim] = self.shape;
+        assert!(tokens <= all, "split out of range");
+        let behind = row_offset(self.strides, tokens, 0) * self.dtype.size() as isize;
+        let first = Self { shape: [tokens, heads, dim], ..self };
+        // Distinct indices name distinct elements, so the two share nothing.
+        let rest =
+            Self { base: self.base.wrapping_offset(behind), shape: [all - tokens, heads, dim], ..self };
+        (first, rest)
+    }
+
     /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype

@@ -1,0 +1,78 @@
+//! Functions that no instruction computes.
+
+use super::simd::Simd;
+
+/// `e^x` for `x <= 0`, to 2 units in the last place; exactly 1 at 0, 0 below -87.3 (where it would
+/// be no normal float any more), NaN for NaN.
+///
+/// `x = n·ln 2 + r`, then `e^r` by the polynomial of Cephes' `expf`.
+#[inline(always)]
+pub(super) fn exp<S: Simd>(simd: S, x: S::F32) -> S::F32 {
+    // ln 2 in two parts: products of the first with integers up to 2^14 are exact.
+    const LN_2_HIGH: f32 = 0.693_359_4;
+    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    let n = simd.round(simd.mul(x, simd.splat(std::f32::consts::LOG2_E)));
+    let r = simd.mul_add(n, simd.splat(-LN_2_HIGH), x);
+    let r = simd.mul_add(n, simd.splat(-LN_2_LOW), r);
+    let p =
+        polynomial(simd, r, [1.987_569_1e-4, 1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5]);
+    let exp_r = simd.add(simd.mul_add(simd.mul(r, r), p, r), simd.splat(1.0));
+    let result = simd.scale_by_power(exp_r, n);
+    simd.select_less(x, simd.splat(-87.3), simd.splat(0.0), result)
+}
+
+/// `tanh x`, to 3 units in the last place; NaN for NaN.
+///
+/// Near 0, where `1 - 2 / (e^2x + 1)` would cancel, the polynomial of Cephes' `tanhf`.
+#[inline(always)]
+pub(super) fn tanh<S: Simd>(simd: S, x: S::F32) -> S::F32 {
+    let one = simd.splat(1.0);
+    let magnitude = simd.abs(x);
+    let e = exp(simd, simd.mul(magnitude, simd.splat(-2.0)));
+    let far = simd.with_sign(simd.div(simd.sub(one, e), simd.add(one, e)), x);
+    let square = simd.mul(x, x);
+    let p = polynomial(
+        simd,
+        square,
+        [-5.704_988_7e-3, 2.063_909e-2, -5.373_971e-2, 1.333_144_2e-1, -3.333_328e-1],
+    );
+    let near = simd.mul_add(simd.mul(x, square), p, x);
+    simd.select_less(magnitude, simd.splat(0.625), near, far)
+}
+
+/// Horner's rule, highest power first.
+#[inline(always)]
+fn polynomial<S: Simd, const N: usize>(simd: S, x: S::F32, coefficients: [f32; N]) -> S::F32 {
+    let mut sum = simd.splat(coefficients[0]);
+    let mut i = 1;
+    while i < N {
+        sum = simd.mul_add(sum, x, simd.splat(coefficients[i]));
+        i += 1;
+    }
+    sum
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::scalar::Scalar;
+    use super::{exp, tanh};
+
+    #[test]
+    fn exp_and_tanh_are_right_to_a_few_units_in_the_last_place() {
+        assert_eq!(exp(Scalar, 0.0).to_bits(), 1.0_f32.to_bits());
+        assert_eq!(exp(Scalar, f32::NEG_INFINITY).to_bits(), 0);
+        assert!(exp(Scalar, f32::NAN).is_nan() && tanh(Scalar, f32::NAN).is_nan());
+        for i in 0..873_000 {
+            let x = -1e-4 * i as f32;
+            let (got, want) = (f64::from(exp(Scalar, x)), f64::from(x).exp());
+            assert!((got / want - 1.0).abs() < 2.4e-7, "exp({x}) = {got}, not {want}");
+        }
+        for i in -100_000..100_000 {
+            let x = 1e-4 * i as f32 + 1e-6;
+            let (got, want) = (f64::from(tanh(Scalar, x)), f64::from(x).tanh());
+            assert!((got / want - 1.0).abs() < 3.6e-7, "tanh({x}) = {got}, not {want}");
+        }
+        assert_eq!(tanh(Scalar, 1e30).to_bits(), 1.0_f32.to_bits());
+        assert_eq!(tanh(Scalar, f32::NEG_INFINITY).to_bits(), (-1.0_f32).to_bits());
+    }
+}

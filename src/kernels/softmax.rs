@@ -1,0 +1,94 @@
+//! From dot products to weights, one row of one tile at a time.
+
+use std::ops::Range;
+
+use super::math::{exp, tanh};
+use super::simd::{Job, Simd};
+use super::tile::TILE;
+
+/// How a dot product becomes a logit.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Logit {
+    /// Its factor.
+    pub(super) scale: f32,
+    /// `cap * tanh(logit / cap)`; 0 switches it off.
+    pub(super) soft_cap: f32,
+    /// Added per position that the key lies behind the query; 0 switches it off.
+    pub(super) slope: f32,
+    /// Position of the tile's first key, less the query's.
+    pub(super) distance: f32,
+}
+
+/// Turns a row of dot products, of which `seen` count, into weights relative to the new maximum, and
+/// carries the row's running sums over to it.
+pub(super) struct Weigh<'a> {
+    pub(super) row: &'a mut [f32; TILE],
+    /// Not empty, inside the tile. Weights outside are 0 or untouched.
+    pub(super) seen: Range<usize>,
+    pub(super) logit: Logit,
+    /// Largest logit, sum of weights and (in whole vectors) of weighted values so far.
+    pub(super) max: &'a mut f32,
+    pub(super) sum: &'a mut f32,
+    pub(super) acc: &'a mut [f32],
+}
+
+impl<S: Simd> Job<S> for Weigh<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run(self, simd: S) {
+        let Self { seen, logit, .. } = self;
+        let row = self.row.as_mut_ptr();
+        let vectors = (seen.start / S::LANES * S::LANES..seen.end.min(TILE)).step_by(S::LANES);
+        let (start, end) = (simd.splat(seen.start as f32), simd.splat(seen.end as f32));
+        let masked = simd.splat(f32::NEG_INFINITY);
+        let scale = simd.splat(logit.scale);
+        let mut max = masked;
+        for i in vectors.clone() {
+            let lanes = simd.add(simd.lane_numbers(), simd.splat(i as f32));
+            // SAFETY: `i` is a multiple of LANES inside the tile, whose size is one too.
+            let mut x = simd.mul(unsafe { simd.load(row.add(i)) }, scale);
+            if logit.soft_cap > 0.0 {
+                let cap = simd.splat(logit.soft_cap);
+                x = simd.mul(cap, tanh(simd, simd.div(x, cap)));
+            }
+            if logit.slope != 0.0 {
+                let distance = simd.add(lanes, simd.splat(logit.distance));
+                x = simd.mul_add(simd.splat(logit.slope), distance, x);
+            }
+            // A select, not a sum: what lies outside may be NaN.
+            x = simd.select_less(lanes, start, masked, simd.select_less(lanes, end, x, masked));
+            max = simd.max(x, max);
+            // SAFETY: as above.
+            unsafe { simd.store(row.add(i), x) }
+        }
+        let new_max = self.max.max(simd.max_lane(max));
+        // Nothing but -inf so far: any finite reference leaves all weights 0 (and NaN, NaN).
+        let reference = simd.splat(if new_max == f32::NEG_INFINITY { 0.0 } else { new_max });
+        let mut sum = simd.splat(0.0);
+        for i in vectors {
+            // SAFETY: as above.
+            unsafe {
+                let weight = exp(simd, simd.sub(simd.load(row.add(i)), reference));
+                sum = simd.add(sum, weight);
+                simd.store(row.add(i), weight);
+            }
+        }
+        let kept = rescale(*self.max, new_max);
+        *self.max = new_max;
+        *self.sum = *self.sum * kept + simd.sum(sum);
+        if kept < 1.0 {
+            let kept = simd.splat(kept);
+            for x in self.acc.chunks_exact_mut(S::LANES) {
+                // SAFETY: a chunk is one vector.
+                unsafe { simd.store(x.as_mut_ptr(), simd.mul(simd.load(x.as_ptr()), kept)) }
+            }
+        }
+    }
+}
+
+/// The factor that takes a sum relative to `from` to one relative to `to`, the larger.
+#[inline]
+pub(super) fn rescale(from: f32, to: f32) -> f32 {
+    if from < to { (from - to).exp() } else { 1.0 }
+}

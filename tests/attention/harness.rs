@@ -1,0 +1,398 @@
+//! A case: shapes, options and contents from a seed; how it is stored, run and judged.
+
+use half::{bf16, f16};
+use paged_kv::attention::{
+    AttentionOptions, BatchTables, ThreadPool, paged_attention, reference, write_pages,
+};
+use paged_kv::dtype::DType;
+use paged_kv::kernels::Isa;
+use paged_kv::layout::{CacheLayout, PageOrder, PagesLayout, Which};
+use paged_kv::storage::{PagesView, RowsView, RowsViewMut};
+
+/// The instruction sets to test; the others are reported by name.
+pub(crate) fn isas() -> Vec<Isa> {
+    let (here, absent): (Vec<_>, Vec<_>) = Isa::ALL.into_iter().partition(|isa| isa.is_available());
+    for isa in absent {
+        println!("SKIPPED: this CPU lacks {isa}");
+    }
+    here
+}
+
+/// `SplitMix64`.
+#[derive(Clone)]
+pub(crate) struct Rng(pub(crate) u64);
+
+impl Rng {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// In -1..1.
+    pub(crate) fn float(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    pub(crate) fn floats(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.float()).collect()
+    }
+
+    pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
+        for i in (1..items.len()).rev() {
+            items.swap(i, (self.next() % (i as u64 + 1)) as usize);
+        }
+    }
+}
+
+pub(crate) fn rounded(x: f32, dtype: DType) -> f32 {
+    match dtype {
+        DType::F16 => f16::from_f32(x).to_f32(),
+        DType::BF16 => bf16::from_f32(x).to_f32(),
+        _ => x,
+    }
+}
+
+/// Dense elements of any dtype.
+#[derive(Clone)]
+pub(crate) enum Array {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    BF16(Vec<bf16>),
+}
+
+impl Array {
+    pub(crate) fn new(values: &[f32], dtype: DType) -> Self {
+        match dtype {
+            DType::F16 => Self::F16(values.iter().map(|&x| f16::from_f32(x)).collect()),
+            DType::BF16 => Self::BF16(values.iter().map(|&x| bf16::from_f32(x)).collect()),
+            _ => Self::F32(values.to_vec()),
+        }
+    }
+
+    pub(crate) fn view(&self, shape: [usize; 3]) -> RowsView<'_> {
+        match self {
+            Self::F32(v) => RowsView::from_slice(v, shape),
+            Self::F16(v) => RowsView::from_slice(v, shape),
+            Self::BF16(v) => RowsView::from_slice(v, shape),
+        }
+        .unwrap()
+    }
+
+    pub(crate) fn view_mut(&mut self, shape: [usize; 3]) -> RowsViewMut<'_> {
+        match self {
+            Self::F32(v) => RowsViewMut::from_slice(v, shape),
+            Self::F16(v) => RowsViewMut::from_slice(v, shape),
+            Self::BF16(v) => RowsViewMut::from_slice(v, shape),
+        }
+        .unwrap()
+    }
+
+    pub(crate) fn floats(&self) -> Vec<f32> {
+        match self {
+            Self::F32(v) => v.clone(),
+            Self::F16(v) => v.iter().map(|x| x.to_f32()).collect(),
+            Self::BF16(v) => v.iter().map(|x| x.to_f32()).collect(),
+        }
+    }
+
+    fn address(&mut self) -> *mut u8 {
+        match self {
+            Self::F32(v) => v.as_mut_ptr().cast(),
+            Self::F16(v) => v.as_mut_ptr().cast(),
+            Self::BF16(v) => v.as_mut_ptr().cast(),
+        }
+    }
+}
+
+/// Pages of one layer in memory of their own, full of NaN and infinities.
+pub(crate) struct Pages {
+    memory: Array,
+    pub(crate) key: PagesLayout,
+    pub(crate) value: PagesLayout,
+    value_offset: usize,
+}
+
+impl Pages {
+    pub(crate) fn poisoned(layout: &CacheLayout) -> Self {
+        let elements = layout.layer_bytes().unwrap() / layout.dtype.size();
+        let poison = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
+        let values: Vec<f32> = (0..elements).map(|i| poison[i % 3]).collect();
+        Self {
+            memory: Array::new(&values, layout.dtype),
+            key: layout.pages(Which::Key).unwrap(),
+            value: layout.pages(Which::Value).unwrap(),
+            value_offset: layout.value_offset(),
+        }
+    }
+
+    pub(crate) fn views(&mut self) -> (PagesView<'_>, PagesView<'_>) {
+        let base = self.memory.address();
+        let value_base = base.wrapping_add(self.value_offset * self.value.dtype.size());
+        // SAFETY: the layouts come from the `CacheLayout` that sized `memory`; each test uses its
+        // own, one call at a time.
+        unsafe { (PagesView::new(base, self.key, true), PagesView::new(value_base, self.value, true)) }
+    }
+
+    pub(crate) fn floats(&self) -> Vec<f32> {
+        self.memory.floats()
+    }
+}
+
+/// What is attended to, and how.
+#[derive(Clone, Debug)]
+pub(crate) struct Case {
+    pub(crate) kv_dtype: DType,
+    pub(crate) query_dtype: DType,
+    pub(crate) num_kv_heads: usize,
+    pub(crate) group: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) v_head_dim: usize,
+    pub(crate) page_size: usize,
+    pub(crate) order: PageOrder,
+    /// Length and queries of each sequence.
+    pub(crate) sequences: Vec<(usize, usize)>,
+    pub(crate) scale: Option<f32>,
+    pub(crate) causal: bool,
+    pub(crate) window_left: i64,
+    pub(crate) soft_cap: f32,
+    pub(crate) slopes: Option<Vec<f32>>,
+    pub(crate) sinks: Option<Vec<f32>>,
+    /// Queries lie in -magnitude..magnitude, keys and values in -1..1.
+    pub(crate) magnitude: f32,
+    pub(crate) seed: u64,
+    /// Seed of where the pages lie.
+    pub(crate) placement: u64,
+}
+
+impl Default for Case {
+    fn default() -> Self {
+        Self {
+            kv_dtype: DType::F32,
+            query_dtype: DType::F32,
+            num_kv_heads: 2,
+            group: 2,
+            head_dim: 64,
+            v_head_dim: 64,
+            page_size: 16,
+            order: PageOrder::Hnd,
+            sequences: vec![(100, 1)],
+            scale: None,
+            causal: true,
+            window_left: -1,
+            soft_cap: 0.0,
+            slopes: None,
+            sinks: None,
+            magnitude: 1.0,
+            seed: 1,
+            placement: 1,
+        }
+    }
+}
+
+/// One sequence's contents, as stored.
+pub(crate) struct Contents {
+    pub(crate) query: Vec<f32>,
+    pub(crate) key: Vec<f32>,
+    pub(crate) value: Vec<f32>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Outcome {
+    pub(crate) out: Vec<f32>,
+    pub(crate) lse: Vec<f32>,
+}
+
+impl Outcome {
+    /// For comparing bit by bit.
+    pub(crate) fn bits(&self) -> (Vec<u32>, Vec<u32>) {
+        let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect();
+        (bits(&self.out), bits(&self.lse))
+    }
+}
+
+impl Case {
+    pub(crate) fn num_heads(&self) -> usize {
+        self.num_kv_heads * self.group
+    }
+
+    pub(crate) fn options(&self, isa: Isa) -> AttentionOptions<'_> {
+        AttentionOptions {
+            scale: self.scale,
+            causal: self.causal,
+            window_left: self.window_left,
+            logits_soft_cap: self.soft_cap,
+            alibi_slopes: self.slopes.as_deref(),
+            sinks: self.sinks.as_deref(),
+            isa: Some(isa),
+        }
+    }
+
+    /// Contents depend on the sequence's length and queries only, not on its neighbours.
+    pub(crate) fn contents(&self, (len, queries): (usize, usize)) -> Contents {
+        let mut rng = Rng(self.seed ^ (len as u64) << 20 ^ queries as u64);
+        let mut make = |n: usize, factor: f32, dtype: DType| -> Vec<f32> {
+            rng.floats(n).into_iter().map(|x| rounded(x * factor, dtype)).collect()
+        };
+        Contents {
+            query: make(queries * self.num_heads() * self.head_dim, self.magnitude, self.query_dtype),
+            key: make(len * self.num_kv_heads * self.head_dim, 1.0, self.kv_dtype),
+            value: make(len * self.num_kv_heads * self.v_head_dim, 1.0, self.kv_dtype),
+        }
+    }
+
+    /// The first token that any query of a sequence sees.
+    pub(crate) fn first_seen(&self, (len, queries): (usize, usize)) -> usize {
+        if queries == 0 {
+            return len;
+        }
+        let position = len as i64 - queries as i64;
+        if self.window_left < 0 { 0 } else { (position - self.window_left).clamp(0, len as i64) as usize }
+    }
+
+    /// Stores what is seen, nothing else, and attends with `threads` threads.
+    pub(crate) fn run(&self, isa: Isa, threads: &ThreadPool) -> Outcome {
+        let Self { page_size, num_kv_heads, head_dim, v_head_dim, .. } = *self;
+        let max_pages = self.sequences.iter().map(|s| s.0.div_ceil(page_size)).max().unwrap_or(0) + 1;
+        let num_pages = self.sequences.iter().map(|s| s.0.div_ceil(page_size)).sum::<usize>() + 2;
+        let layout = CacheLayout {
+            num_layers: 1,
+            num_pages,
+            page_size,
+            num_kv_heads,
+            head_dim,
+            v_head_dim,
+            dtype: self.kv_dtype,
+            order: self.order,
+        };
+        let mut pages = Pages::poisoned(&layout);
+        let mut free: Vec<i32> = (0..num_pages as i32).collect();
+        Rng(self.placement).shuffle(&mut free);
+
+        // -1 and far-off numbers where no page is needed.
+        let mut table = vec![-1; max_pages * self.sequences.len()];
+        for entry in table.iter_mut().skip(1).step_by(2) {
+            *entry = i32::MAX;
+        }
+        let (mut query, mut cu, mut lens) = (Vec::new(), vec![0], Vec::new());
+        let (key_pages, value_pages) = pages.views();
+        for (index, &sequence) in self.sequences.iter().enumerate() {
+            let (len, queries) = sequence;
+            let contents = self.contents(sequence);
+            let first = self.first_seen(sequence);
+            let row = &mut table[index * max_pages..][..max_pages];
+            for entry in &mut row[first / page_size..len.div_ceil(page_size).max(first / page_size)] {
+                *entry = free.pop().unwrap();
+            }
+            let slots: Vec<i64> = (first..len)
+                .map(|token| {
+                    i64::from(row[token / page_size]) * page_size as i64 + (token % page_size) as i64
+                })
+                .collect();
+            let key = Array::new(&contents.key[first * num_kv_heads * head_dim..], self.kv_dtype);
+            let value = Array::new(&contents.value[first * num_kv_heads * v_head_dim..], self.kv_dtype);
+            write_pages(
+                key.view([len - first, num_kv_heads, head_dim]),
+                value.view([len - first, num_kv_heads, v_head_dim]),
+                key_pages,
+                value_pages,
+                &slots,
+                threads,
+            )
+            .unwrap();
+            query.extend(contents.query);
+            cu.push(cu[index] + queries as i32);
+            lens.push(len as i32);
+        }
+        let tokens = cu[self.sequences.len()] as usize;
+        let query = Array::new(&query, self.query_dtype);
+        let mut out = Array::new(&vec![f32::NAN; tokens * self.num_heads() * v_head_dim], self.query_dtype);
+        let mut lse = vec![f32::NAN; tokens * self.num_heads()];
+        paged_attention(
+            query.view([tokens, self.num_heads(), head_dim]),
+            key_pages,
+            value_pages,
+            &BatchTables { block_table: &table, max_pages, seq_lens: &lens, cu_seqlens_q: &cu },
+            &self.options(isa),
+            &mut out.view_mut([tokens, self.num_heads(), v_head_dim]),
+            Some(&mut lse),
+            threads,
+        )
+        .unwrap();
+        Outcome { out: out.floats(), lse }
+    }
+
+    /// What the definition says.
+    pub(crate) fn expected(&self) -> (Vec<f64>, Vec<f64>) {
+        let shape = reference::Shape {
+            num_heads: self.num_heads(),
+            num_kv_heads: self.num_kv_heads,
+            head_dim: self.head_dim,
+            v_head_dim: self.v_head_dim,
+        };
+        let (mut out, mut lse) = (Vec::new(), Vec::new());
+        for &sequence in &self.sequences {
+            let c = self.contents(sequence);
+            let options = self.options(Isa::Scalar);
+            let (o, l) = reference::attention(shape, &c.query, &c.key, &c.value, &options);
+            out.extend(o);
+            lse.extend(l);
+        }
+        (out, lse)
+    }
+
+    /// Largest errors of output (values lie in -1..1) and lse that are allowed: a few roundings of
+    /// the logits, whose absolute error becomes a relative one of the weights, and of the output.
+    fn tolerances(&self) -> (f64, f64) {
+        let scale = self.scale.map_or_else(|| (self.head_dim as f64).sqrt().recip(), f64::from);
+        // Typical, not worst, case of the sum of head_dim products and of the largest bias.
+        let logit = 3.0 * f64::from(self.magnitude) * scale.abs() * (self.head_dim as f64).sqrt()
+            + f64::from(self.soft_cap.min(8.0));
+        let bias = self.slopes.iter().flatten().fold(0.0_f64, |max, &s| max.max(f64::from(s.abs())));
+        let far = self.sequences.iter().map(|s| s.0).max().unwrap_or(0) as f64;
+        let sink = self.sinks.iter().flatten().fold(0.0_f64, |max, &s| max.max(f64::from(s.abs())));
+        let rounding = 2e-7 * (4.0 + logit + 0.3 * bias * far.min(40.0 / bias.max(1e-3)) + 0.3 * sink);
+        let output = match self.query_dtype {
+            DType::F16 => 1.0 / 2048.0,
+            DType::BF16 => 1.0 / 256.0,
+            _ => 0.0,
+        };
+        (rounding + output, 2.0 * rounding + 1e-7 * bias * far)
+    }
+
+    /// Runs every instruction set with a few numbers of threads and compares.
+    pub(crate) fn check(&self) {
+        let (want_out, want_lse) = self.expected();
+        let (out_tolerance, lse_tolerance) = self.tolerances();
+        for isa in isas() {
+            let got = self.run(isa, pool(1 + self.seed as usize % 2));
+            let row_dim = self.v_head_dim;
+            for (i, (&got, &want)) in got.out.iter().zip(&want_out).enumerate() {
+                let error = (f64::from(got) - want).abs();
+                assert!(
+                    error <= out_tolerance,
+                    "{isa}: row {}, element {}: {got}, not {want} (error {error:e}, allowed {out_tolerance:e}) in {self:?}",
+                    i / row_dim,
+                    i % row_dim,
+                );
+            }
+            for (row, (&got, &want)) in got.lse.iter().zip(&want_lse).enumerate() {
+                let good = if want == f64::NEG_INFINITY {
+                    got == f32::NEG_INFINITY
+                } else {
+                    (f64::from(got) - want).abs() <= lse_tolerance + 1.2e-7 * want.abs()
+                };
+                assert!(good, "{isa}: lse of row {row}: {got}, not {want} in {self:?}");
+            }
+            assert_eq!((got.out.len(), got.lse.len()), (want_out.len(), want_lse.len()));
+        }
+    }
+}
+
+/// Pools are made once: starting threads is not what is tested.
+pub(crate) fn pool(threads: usize) -> &'static ThreadPool {
+    static POOLS: [std::sync::OnceLock<ThreadPool>; 3] = [const { std::sync::OnceLock::new() }; 3];
+    POOLS[threads - 1].get_or_init(|| ThreadPool::new(Some(threads)).unwrap())
+}

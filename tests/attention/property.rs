@@ -1,0 +1,65 @@
+//! Random shapes, dtypes and options.
+
+use paged_kv::dtype::DType;
+use paged_kv::layout::PageOrder;
+use proptest::prelude::*;
+
+use crate::harness::{Case, Rng};
+
+fn dtypes() -> impl Strategy<Value = DType> {
+    prop::sample::select(DType::ALL.to_vec())
+}
+
+/// Odd ones up to 160, the usual ones, and MLA's 576.
+fn dims() -> impl Strategy<Value = usize> {
+    prop_oneof![10 => 1..160_usize, 6 => prop::sample::select(vec![32, 64, 80, 96, 128]), 1 => Just(576_usize)]
+}
+
+/// Length and queries: decode, chunks, untouched and empty sequences; some beyond one split.
+fn sequences() -> impl Strategy<Value = Vec<(usize, usize)>> {
+    let one = prop_oneof![
+        4 => (0..300_usize, 0..4_usize),
+        2 => (0..150_usize, 0..70_usize),
+        1 => (500..1100_usize, 1..3_usize),
+    ]
+    .prop_map(|(len, queries)| (len, queries.min(len)));
+    prop::collection::vec(one, 1..4)
+}
+
+prop_compose! {
+    fn cases()(
+        (kv_dtype, query_dtype) in (dtypes(), dtypes()),
+        (num_kv_heads, group) in prop_oneof![
+            (1..4_usize, 1..5_usize),
+            (Just(1_usize), 1..17_usize),
+        ],
+        (head_dim, v_head_dim) in prop_oneof![dims().prop_map(|d| (d, d)), (dims(), dims())],
+        page_size in prop_oneof![prop::sample::select(vec![1, 8, 16, 32, 64, 128, 256]), 1..257_usize],
+        order in prop::sample::select(vec![PageOrder::Hnd, PageOrder::Nhd]),
+        sequences in sequences(),
+        scale in prop::option::weighted(0.2, 0.01..0.5_f32),
+        causal in prop::bool::weighted(0.75),
+        window_left in prop_oneof![Just(-1_i64), 0..20_i64, 0..700_i64],
+        soft_cap in prop_oneof![2 => Just(0.0), 1 => 0.5..60.0_f32],
+        (alibi, sinks) in (prop::bool::weighted(0.3), prop::bool::weighted(0.3)),
+        magnitude in prop_oneof![Just(1.0_f32), 0.0..8.0_f32],
+        (seed, placement) in (any::<u64>(), any::<u64>()),
+    ) -> Case {
+        let num_heads = num_kv_heads * group;
+        Case {
+            kv_dtype, query_dtype, num_kv_heads, group, head_dim, v_head_dim, page_size, order, sequences,
+            scale, causal, window_left, soft_cap, magnitude, seed, placement,
+            slopes: alibi.then(|| paged_kv::attention::alibi_slopes(num_heads)),
+            sinks: sinks.then(|| Rng(seed).floats(num_heads).iter().map(|x| 4.0 * x).collect()),
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 192, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_isa_agrees_with_the_definition(case in cases()) {
+        case.check();
+    }
+}
