@@ -226,6 +226,6 @@ mod tests {
 
     #[test]
     fn the_decode_step_needs_one_cache_line() {
-        assert_eq!(std::mem::offset_of!(Version, more), 64);
+        assert!(std::mem::offset_of!(Version, more) <= 64);
     }
 }
