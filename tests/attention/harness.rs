@@ -1,5 +1,7 @@
 //! A case: shapes, options and contents from a seed; how it is stored, run and judged.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 use paged_kv::attention::{
     AttentionOptions, BatchTables, ThreadPool, paged_attention, reference, write_pages,
@@ -254,6 +256,47 @@ impl Case {
 
     /// Stores what is seen, nothing else, and attends with `threads` threads.
     pub(crate) fn run(&self, isa: Isa, threads: &ThreadPool) -> Outcome {
+        self.run_contents(isa, threads, Self::contents)
+    }
+
+    /// The one sequence as it was when `queries` of its new tokens were the last: those before are
+    /// long computed, those behind not yet there.
+    pub(crate) fn run_queries(&self, isa: Isa, threads: &ThreadPool, queries: Range<usize>) -> Outcome {
+        let (len, all) = self.sequences[0];
+        let now = len - (all - queries.end);
+        let part = Self { sequences: vec![(now, queries.len())], ..self.clone() };
+        let row = self.num_heads() * self.head_dim;
+        part.run_contents(isa, threads, |_, _| {
+            let c = self.contents((len, all));
+            Contents {
+                query: c.query[queries.start * row..queries.end * row].to_vec(),
+                key: c.key[..now * self.num_kv_heads * self.head_dim].to_vec(),
+                value: c.value[..now * self.num_kv_heads * self.v_head_dim].to_vec(),
+            }
+        })
+    }
+
+    /// The one sequence's queries over some of its keys.
+    pub(crate) fn run_keys(&self, isa: Isa, threads: &ThreadPool, keys: Range<usize>) -> Outcome {
+        let (len, queries) = self.sequences[0];
+        let part = Self { sequences: vec![(keys.len(), queries)], ..self.clone() };
+        part.run_contents(isa, threads, |_, _| {
+            let c = self.contents((len, queries));
+            let (k, v) = (self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim);
+            Contents {
+                query: c.query,
+                key: c.key[keys.start * k..keys.end * k].to_vec(),
+                value: c.value[keys.start * v..keys.end * v].to_vec(),
+            }
+        })
+    }
+
+    fn run_contents(
+        &self,
+        isa: Isa,
+        threads: &ThreadPool,
+        contents: impl Fn(&Self, (usize, usize)) -> Contents,
+    ) -> Outcome {
         let Self { page_size, num_kv_heads, head_dim, v_head_dim, .. } = *self;
         let max_pages = self.sequences.iter().map(|s| s.0.div_ceil(page_size)).max().unwrap_or(0) + 1;
         let num_pages = self.sequences.iter().map(|s| s.0.div_ceil(page_size)).sum::<usize>() + 2;
@@ -280,7 +323,7 @@ impl Case {
         let (key_pages, value_pages) = pages.views();
         for (index, &sequence) in self.sequences.iter().enumerate() {
             let (len, queries) = sequence;
-            let contents = self.contents(sequence);
+            let contents = contents(self, sequence);
             let first = self.first_seen(sequence);
             let row = &mut table[index * max_pages..][..max_pages];
             for entry in &mut row[first / page_size..len.div_ceil(page_size).max(first / page_size)] {

@@ -2,6 +2,12 @@
 //! infinity in every slot that must not be read.
 
 #![expect(unsafe_code, reason = "views of test memory")]
+#![expect(clippy::float_cmp, reason = "what must be exact is compared exactly")]
 
+mod arguments;
+mod bits;
+mod field;
 mod harness;
+mod merge;
 mod property;
+mod write;
