@@ -396,10 +396,10 @@ impl Case {
         let bias = self.slopes.iter().flatten().fold(0.0_f64, |max, &s| max.max(f64::from(s.abs())));
         let far = self.sequences.iter().map(|s| s.0).max().unwrap_or(0) as f64;
         let sink = self.sinks.iter().flatten().fold(0.0_f64, |max, &s| max.max(f64::from(s.abs())));
-        let rounding = 2e-7 * (4.0 + logit + 0.3 * bias * far.min(40.0 / bias.max(1e-3)) + 0.3 * sink);
+        let rounding = 1e-7 * (4.0 + logit + 0.3 * bias * far.min(40.0 / bias.max(1e-3)) + 0.3 * sink);
         let output = match self.query_dtype {
-            DType::F16 => 1.0 / 2048.0,
-            DType::BF16 => 1.0 / 256.0,
+            DType::F16 => 1.0 / 4096.0,
+            DType::BF16 => 1.0 / 512.0,
             _ => 0.0,
         };
         (rounding + output, 2.0 * rounding + 1e-7 * bias * far)
