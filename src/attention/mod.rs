@@ -1,7 +1,7 @@
 //! Attention straight from scattered pages, and what goes with it.
 //!
 //! Arguments are checked completely before anything is written; the arithmetic lives in
-//! [`kernels`], the definition it is tested against in [`mod@reference`].
+//! [`crate::kernels`], the definition it is tested against in [`mod@reference`].
 
 mod check;
 mod merge;
