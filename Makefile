@@ -69,7 +69,7 @@ stress: $(VENV)/.tools $(VENV)/.extension ## minutes of hammering from many thre
 	$(BIN)/pytest -m stress --timeout 1200
 
 bench: $(VENV)/.tools $(VENV)/.extension ## measure, each figure beside the machine's limit
-	$(CARGO) bench --locked
+	$(CARGO) bench --locked --features bench
 	$(BIN)/pytest benches/python --benchmark-enable --benchmark-only --timeout 1200
 	$(BIN)/paged-kv bench pool
 	$(BIN)/paged-kv bench cache

@@ -1,5 +1,5 @@
 //! The protocols of the page pool under every interleaving that loom finds within the preemption
-//! bound stated with each model. `RUSTFLAGS="--cfg loom" cargo test --release --test loom_pool`
+//! bound stated with each model. `RUSTFLAGS="--cfg loom" cargo test --profile loom --test loom_pool`
 //!
 //! No loop of the pool yields, so an execution in which a thread waited for a stopped one would
 //! exceed loom's limit of branches and fail: passing also shows that nobody waits.
@@ -19,7 +19,8 @@ type Pool = PagePool<2>;
 
 fn model(preemptions: usize, f: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(preemptions);
+    // `LOOM_MAX_PREEMPTIONS` overrides it.
+    builder.preemption_bound.get_or_insert(preemptions);
     builder.check(f);
 }
 
@@ -115,22 +116,31 @@ fn i4_merges_of_the_same_shards_are_helped_to_the_end() {
     });
 }
 
-#[test]
-fn i4_a_page_that_moves_between_shards_is_always_available() {
-    model(5, || {
+/// One credit lies in shard `from`; the other thread gives one to shard `to` before it takes that
+/// one, so at every instant at least one is there.
+fn a_page_moves(from: usize, to: usize) {
+    model(5, move || {
         let pool = pool();
-        let one = take(&pool, 1, 1).expect("the credit of shard 1");
-        take(&pool, 1, 2).expect("two from the middle");
-        // One credit in shard 0. The other thread gives one to shard 1 before it takes that one, so
-        // at every instant at least one is there.
-        let mover = spawn(&pool, 1, move |pool| {
+        let one = take(&pool, to, 1).expect("the credit of that shard");
+        take(&pool, to, 2).expect("two from the middle");
+        let mover = spawn(&pool, to, move |pool| {
             pool.release_pages(one);
-            take(pool, 0, 1).expect("one was just given")
+            take(pool, from, 1).expect("one was just given")
         });
         take(&pool, 0, 1).expect("at least one was available all the time");
         mover.join().expect("no panic");
         at_rest(&pool, 0);
     });
+}
+
+#[test]
+fn i4_a_page_that_moves_to_a_shard_yet_to_be_looked_at_is_seen() {
+    a_page_moves(0, 1);
+}
+
+#[test]
+fn i4_a_page_that_moves_to_a_shard_already_looked_at_is_seen() {
+    a_page_moves(1, 0);
 }
 
 #[test]

@@ -93,6 +93,11 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
         self.credits.total().min(u64::from(self.num_pages))
     }
 
+    /// The page numbers where thread number `home` looks first.
+    pub fn region(&self, home: usize) -> Range<u32> {
+        self.regions[home % SHARDS].clone()
+    }
+
     /// Takes `n` pages, each with a count of 1, and appends them to `out`, ascending.
     ///
     /// n = 1: the lowest free page of the caller's region, or of the next region that has one.

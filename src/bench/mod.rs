@@ -1,0 +1,34 @@
+//! Measuring the library beside the machine's limit and its peers, in one process and one run.
+//!
+//! Absolute times move from machine to machine and from day to day; the ratio to a limit measured
+//! in the same minute does not. So every [`Record`] carries both. Criterion (`benches/`) and the
+//! command line (`paged-kv bench`) print the same records.
+
+pub mod measure;
+pub mod peers;
+pub mod pool;
+
+/// One measured figure.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Record {
+    /// Which benchmark.
+    pub bench: &'static str,
+    /// What was done.
+    pub case: String,
+    /// Who did it: this library, a peer, or the machine itself.
+    pub implementation: String,
+    /// Threads at once.
+    pub threads: usize,
+    /// Median over the repetitions that were kept.
+    pub value: f64,
+    /// Unit of `value` and `limit`.
+    pub unit: &'static str,
+    /// What the same machine took for the yardstick, in the same run.
+    pub limit: f64,
+    /// `value / limit`.
+    pub ratio: f64,
+    /// Repetitions that the median is taken over.
+    pub kept: usize,
+    /// Repetitions thrown away because a thread waited for a core.
+    pub discarded: usize,
+}
