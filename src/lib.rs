@@ -16,7 +16,7 @@ pub mod storage;
 pub mod sync;
 pub mod table;
 
-#[cfg(all(feature = "bench", not(loom)))]
+#[cfg(feature = "bench")]
 pub mod bench;
 #[cfg(feature = "python")]
 mod python;
