@@ -21,12 +21,14 @@ pub const MODELLED: bool = cfg!(loom);
 
 mod memory;
 mod once_box;
+mod segments;
 mod serial;
 mod thread_number;
 mod try_cell;
 
 pub use memory::{copy_entries, prefetch, prefetch_address};
 pub use once_box::OnceBox;
+pub use segments::Segments;
 pub use serial::serial_number;
 #[cfg(loom)]
 pub use thread_number::set_thread_number;

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use super::change::{Change, Hold};
+use super::change::{Change, Hold, NONE};
 use super::sequence::{checked_sum, id_mismatch};
 use super::{PageCopy, Sequence, Tables};
 use crate::error::{Error, Result};
@@ -80,7 +80,6 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
             let (n, m) = (counts.len(), sequences.len());
             return Err(Error::Value(format!("{n} counts of new tokens for {m} sequences")));
         }
-        self.warm(sequences);
         // From here on dropping `batch` gives back whatever was taken.
         let mut batch = TableBatch {
             tables: Arc::clone(self),
@@ -88,6 +87,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
             copies: Vec::new(),
             ended: AtomicBool::new(false),
         };
+        batch.warm(sequences);
         let taken = batch.hold_all(sequences, &new_tokens);
         taken.map_err(|(error, i)| at(error, i, sequences))?;
         if let Some(ids) = token_ids {
@@ -99,25 +99,31 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         }
         Ok(batch)
     }
-
-    /// Touches what the batch will need, one level of indirection at a time, so that the misses
-    /// of all sequences overlap instead of adding up.
-    fn warm(&self, sequences: &[&Sequence<LEAF, SHARDS>]) {
-        for sequence in sequences {
-            prefetch(sequence.slot());
-        }
-        let heads = || sequences.iter().filter_map(|s| s.slot().head());
-        heads().for_each(|(version, _)| prefetch(self.versions.get(version)));
-        for (version, _) in heads() {
-            let version = self.versions.get(version);
-            if let Some(last) = version.num_pages().checked_sub(1) {
-                prefetch(self.leaves.get(version.tail()).entry(last as usize % LEAF));
-            }
-        }
-    }
 }
 
 impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
+    /// Touches what the batch will need, one level of indirection at a time, so that the misses of
+    /// all sequences overlap instead of adding up. Where the caches are warm it costs little.
+    fn warm(&mut self, sequences: &[&Sequence<LEAF, SHARDS>]) {
+        let tables = &*self.tables;
+        for (change, sequence) in self.changes.iter_mut().zip(sequences) {
+            change.slot = sequence.slot_index();
+            prefetch(sequence.slot());
+        }
+        for change in &mut self.changes {
+            if let Some((version, _)) = tables.slots.get(change.slot).head() {
+                change.version = version;
+                prefetch(tables.versions.get(version));
+            }
+        }
+        for change in self.changes.iter().filter(|change| change.version != NONE) {
+            let version = tables.versions.get(change.version);
+            if let Some(last) = version.num_pages().checked_sub(1) {
+                prefetch(tables.leaves.get(version.tail()).entry(last as usize % LEAF));
+            }
+        }
+    }
+
     /// Claims the writers, in ascending id so that of two overlapping batches one gets through, and
     /// pins the readers. An error names its position.
     fn hold_all(
@@ -231,7 +237,7 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
     pub fn page(&self, i: usize, position: u32) -> PageId {
         let change = &self.changes[i];
         let version = self.tables.versions.get(change.next_version());
-        self.tables.page(version, position / self.tables.page_size)
+        self.tables.page(version, self.tables.page_size.locate(position).0)
     }
 
     /// Checks what a commit is asked to keep.

@@ -151,7 +151,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         for change in changes {
             change.need = self.pages_for(change.target).saturating_sub(change.num_pages);
             change.copies = false;
-            let (index, offset) = (change.computed / self.page_size, change.computed % self.page_size);
+            let (index, offset) = self.page_size.locate(change.computed);
             if cow && offset != 0 && change.target > change.computed {
                 let page = self.page(self.versions.get(change.version), index);
                 change.copies = self.pool.is_shared(page);
@@ -170,7 +170,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
             let change = changes[i];
             if change.copies {
                 let base = self.versions.get(change.version);
-                let index = change.computed / self.page_size;
+                let (index, tokens) = self.page_size.locate(change.computed);
                 let replace = Some((index, pages[at]));
                 match self.derive(base, change.num_pages, change.computed, replace) {
                     Ok(draft) => changes[i].draft = draft,
@@ -183,11 +183,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
                         return Err(error);
                     }
                 }
-                copies.push(PageCopy {
-                    source: self.page(base, index),
-                    destination: pages[at],
-                    tokens: change.computed % self.page_size,
-                });
+                copies.push(PageCopy { source: self.page(base, index), destination: pages[at], tokens });
             }
             at += change.need as usize;
         }

@@ -19,6 +19,7 @@
 mod batch;
 mod change;
 mod leaf;
+mod page_size;
 mod reorder;
 mod sequence;
 mod slab;
@@ -37,6 +38,7 @@ use crate::pool::PagePool;
 use crate::sync::{AtomicU64, Ordering, copy_entries};
 
 use leaf::Leaf;
+use page_size::PageSize;
 use slab::Slab;
 use slot::Slot;
 use version::Version;
@@ -63,7 +65,7 @@ pub trait CopyPages: Send + Sync {
 /// loom.
 pub struct Tables<const LEAF: usize = 64, const SHARDS: usize = 16> {
     pool: PagePool<SHARDS>,
-    page_size: u32,
+    page_size: PageSize,
     /// None: tables only; a batch reports the copies for its caller to carry out.
     copier: Option<Box<dyn CopyPages>>,
     /// Pages copied on write so far. Written only where a page is copied, so never hot.
@@ -76,10 +78,9 @@ pub struct Tables<const LEAF: usize = 64, const SHARDS: usize = 16> {
 impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     /// Tables over `pool`, with `page_size` tokens to a page.
     pub fn new(pool: PagePool<SHARDS>, page_size: u32, copier: Option<Box<dyn CopyPages>>) -> Self {
-        assert!(page_size > 0, "a page holds at least one token");
         Self {
             pool,
-            page_size,
+            page_size: PageSize::new(page_size),
             copier,
             copied: AtomicU64::new(0),
             leaves: Slab::new(),
@@ -95,7 +96,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
 
     /// Tokens of a page.
     pub fn page_size(&self) -> u32 {
-        self.page_size
+        self.page_size.get()
     }
 
     /// Pages copied on write since the tables were made.
@@ -107,7 +108,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     /// Pages that `tokens` tokens need.
     #[inline]
     pub fn pages_for(&self, tokens: u32) -> u32 {
-        tokens.div_ceil(self.page_size)
+        self.page_size.pages_for(tokens)
     }
 
     /// Pins the head's version; `None` if the sequence was freed.
@@ -183,7 +184,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         computed: u32,
         replace: Option<(u32, PageId)>,
     ) -> Result<u32> {
-        let shared = computed as usize / (LEAF * self.page_size as usize);
+        let shared = computed as usize / (LEAF * self.page_size.get() as usize);
         let copied = (shared * LEAF) as u32..num_pages;
         let is_replaced = |i: u32| replace.is_some_and(|(at, _)| at == i);
         for i in copied.clone().filter(|&i| !is_replaced(i)) {

@@ -129,13 +129,14 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
             |len: u32| Error::Value(format!("position {position} is outside the sequence's {len} tokens"));
         self.with_head(|tables, index| {
             let version = tables.versions.get(index);
-            let held = u64::from(version.num_pages()) * u64::from(tables.page_size);
+            let held = u64::from(version.num_pages()) * u64::from(tables.page_size());
             let len = u64::from(self.slot().len()).min(held);
             if position >= len {
                 return Err(out_of_range(len as u32));
             }
             let position = position as u32;
-            Ok((tables.page(version, position / tables.page_size), position % tables.page_size))
+            let (index, offset) = tables.page_size.locate(position);
+            Ok((tables.page(version, index), offset))
         })?
     }
 

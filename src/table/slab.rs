@@ -4,12 +4,8 @@
 //! follows a stale number finds a slot of the same type and learns from its generation that it
 //! came too late. That is all the reclamation the tables need.
 
-use crate::pool::Bitmap;
-use crate::sync::{MODELLED, OnceBox, thread_number};
-
-/// Slots of the first segment; each further segment doubles what there is.
-const BASE: u32 = if MODELLED { 4 } else { 64 };
-const SEGMENTS: usize = 26;
+use crate::pool::{Bitmap, WORD_BITS};
+use crate::sync::{OnceBox, Segments, thread_number};
 
 /// A slot that nobody uses.
 pub(super) trait Vacant {
@@ -17,80 +13,59 @@ pub(super) trait Vacant {
     fn vacant() -> Self;
 }
 
-struct Segment<T> {
-    free: Bitmap,
-    slots: Box<[T]>,
-}
-
 /// A growing array of slots. Its size is a function of the peak number in use (invariant I11).
 pub(super) struct Slab<T> {
-    segments: [OnceBox<Segment<T>>; SEGMENTS],
+    slots: Segments<T>,
+    /// Vacant slots of each segment; made after the segment.
+    vacant: Box<[OnceBox<Bitmap>]>,
 }
 
 impl<T: Vacant> Slab<T> {
     pub(super) fn new() -> Self {
-        Self { segments: std::array::from_fn(|_| OnceBox::new()) }
+        let vacant = (0..Segments::<T>::COUNT).map(|_| OnceBox::new()).collect();
+        Self { slots: Segments::new(), vacant }
     }
 
     /// Takes a vacant slot; makes a new segment if there is none.
     pub(super) fn take(&self) -> u32 {
-        let number = thread_number() as u32;
-        for (k, segment) in self.segments.iter().enumerate() {
-            let size = BASE << k;
-            let segment = segment.get_or_make(|| Segment {
-                free: Bitmap::new_full(size),
-                slots: (0..size).map(|_| T::vacant()).collect(),
+        let home = thread_number() as u32;
+        for (k, vacant) in self.vacant.iter().enumerate() {
+            let len = Segments::<T>::len_of(k);
+            let vacant = vacant.get_or_make(|| {
+                self.slots.make(k, T::vacant);
+                Bitmap::new_full(len)
             });
             // Threads start at different words, so that they don't meet in one cache line.
-            if let Some(offset) = segment.free.take_lowest(number.wrapping_mul(64) % size) {
-                return first_of(k) + offset;
+            if let Some(place) = vacant.take_lowest(home.wrapping_mul(WORD_BITS) % len) {
+                return Segments::<T>::first_of(k) + place;
             }
         }
-        unreachable!("{SEGMENTS} segments hold more slots than memory does");
+        unreachable!("2^32 slots are more than memory holds");
     }
 
     /// Gives a slot back; the caller has made it vacant.
     pub(super) fn give(&self, index: u32) {
-        let (k, offset) = locate(index);
-        self.segment(k).free.give_item(offset);
+        let (k, place) = Segments::<T>::locate(index);
+        self.vacant[k].get().expect("a slot's segment exists").give_item(place);
     }
 
     /// The slot. Numbers come from `take`, never from outside.
     #[inline]
     pub(super) fn get(&self, index: u32) -> &T {
-        let (k, offset) = locate(index);
-        &self.segment(k).slots[offset as usize]
+        self.slots.get(index)
     }
 
     /// Every slot ever made, vacant ones too.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
-        self.segments.iter().enumerate().filter_map(|(k, s)| Some((k, s.get()?))).flat_map(|(k, segment)| {
-            segment.slots.iter().enumerate().map(move |(i, slot)| (first_of(k) + i as u32, slot))
-        })
+        let made = (0..Segments::<T>::COUNT).filter_map(|k| Some((k, self.slots.segment(k)?)));
+        made.flat_map(|(k, slots)| (Segments::<T>::first_of(k)..).zip(slots))
     }
 
-    /// Slots ever made.
+    /// Slots ever made, or one more than the highest number.
     pub(super) fn capacity(&self) -> usize {
-        self.segments.iter().filter_map(OnceBox::get).map(|segment| segment.slots.len()).sum()
+        let last = (0..Segments::<T>::COUNT).rev().find(|&k| self.slots.segment(k).is_some());
+        last.map_or(0, |k| Segments::<T>::first_of(k + 1) as usize)
     }
-
-    #[inline]
-    fn segment(&self, k: usize) -> &Segment<T> {
-        self.segments[k].get().expect("a slot's segment exists")
-    }
-}
-
-/// Segment and offset of a slot.
-#[inline]
-fn locate(index: u32) -> (usize, u32) {
-    let k = (index / BASE + 1).ilog2() as usize;
-    (k, index - first_of(k))
-}
-
-/// Number of a segment's first slot.
-#[inline]
-fn first_of(k: usize) -> u32 {
-    BASE * ((1_u32 << k) - 1)
 }
 
 #[cfg(test)]
@@ -100,17 +75,6 @@ mod tests {
     impl Vacant for u8 {
         fn vacant() -> Self {
             0
-        }
-    }
-
-    #[test]
-    fn numbers_round_trip_through_segments() {
-        let mut expected = 0;
-        for k in 0..6 {
-            for offset in 0..BASE << k {
-                assert_eq!(locate(expected), (k, offset));
-                expected += 1;
-            }
         }
     }
 

@@ -189,7 +189,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     /// Versions by leaf. Indexed by leaf number; leaves made during the walk are left out.
     fn leaf_uses(&self) -> Vec<LeafUse> {
         let mut uses = vec![LeafUse::default(); self.leaves.capacity()];
-        let leaf_slots = LEAF as u64 * u64::from(self.page_size);
+        let leaf_slots = LEAF as u64 * u64::from(self.page_size());
         for (index, version) in self.versions.iter() {
             if !version.try_pin(version.generation()) {
                 continue;
@@ -220,8 +220,8 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         let leaves = self.leaf_uses();
         for ((_, leaf), from) in self.leaves.iter().zip(&leaves).filter(|(_, from)| from.versions > 0) {
             for (i, page) in leaf.pages().enumerate() {
-                let before = i as u32 * self.page_size;
-                let stored = from.stored.saturating_sub(before).min(self.page_size);
+                let before = i as u32 * self.page_size();
+                let stored = from.stored.saturating_sub(before).min(self.page_size());
                 let usage = &mut uses[(page.0 - first) as usize];
                 usage.leaves += 1;
                 usage.heads += from.heads;
