@@ -142,6 +142,12 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
         self.words.get(page).is_shared()
     }
 
+    /// Asks the processor to fetch the page's word. Any number will do: nothing is read.
+    #[inline]
+    pub fn prefetch(&self, page: PageId) {
+        self.words.prefetch(page);
+    }
+
     /// The handle of the page's current life.
     #[inline]
     pub fn handle(&self, page: PageId) -> PageHandle {

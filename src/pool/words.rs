@@ -2,7 +2,7 @@
 
 use super::lines::Lines;
 use crate::ids::PageId;
-use crate::sync::Ordering;
+use crate::sync::{Ordering, prefetch};
 
 /// The largest reference count.
 pub const MAX_COUNT: u32 = (1 << COUNT_BITS) - 1;
@@ -107,6 +107,14 @@ impl PageWords {
         // Acquire: pairs with the Release in `release`: who finds itself the only holder may write,
         // after all that former holders did.
         PageWord(self.0.get(page.index()).load(Ordering::Acquire))
+    }
+
+    /// Fetches the page's word ahead, if there is such a page.
+    #[inline]
+    pub(super) fn prefetch(&self, page: PageId) {
+        if page.index() < self.0.len() {
+            prefetch(self.0.get(page.index()));
+        }
     }
 
     /// Starts a life: count 0 becomes 1. Only for the thread that took the page's bit.

@@ -122,6 +122,13 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
                 prefetch(tables.leaves.get(version.tail()).entry(last as usize % LEAF));
             }
         }
+        for change in self.changes.iter().filter(|change| change.version != NONE) {
+            let version = tables.versions.get(change.version);
+            if let Some(last) = version.num_pages().checked_sub(1) {
+                let page = tables.leaves.get(version.tail()).page(last as usize % LEAF);
+                tables.pool.prefetch(page);
+            }
+        }
     }
 
     /// Claims the writers, in ascending id so that of two overlapping batches one gets through, and

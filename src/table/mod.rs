@@ -35,13 +35,16 @@ pub use walk::{SequenceStats, TableStats};
 use crate::error::Result;
 use crate::ids::PageId;
 use crate::pool::PagePool;
-use crate::sync::{AtomicU64, Ordering, copy_entries};
+use crate::sync::{AtomicU64, Ordering, copy_entries, prefetch};
 
 use leaf::Leaf;
 use page_size::PageSize;
 use slab::Slab;
 use slot::Slot;
 use version::Version;
+
+/// Page ids in one cache line.
+const ENTRIES_PER_LINE: usize = 16;
 
 /// One page's worth of copy-on-write: the first `tokens` slots of `source`, and only those, are
 /// copied to `destination`.
@@ -166,7 +169,13 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
 
     /// Copies the first pages of a version into a row of a block table.
     fn copy_row(&self, version: &Version, row: &mut [i32]) {
+        let leaves = row.len().div_ceil(LEAF);
         for (k, part) in row.chunks_mut(LEAF).enumerate() {
+            // Leaves lie anywhere; the processor can't guess the one after next.
+            if k + 2 < leaves {
+                let ahead = self.leaves.get(version.leaf(k + 2));
+                ahead.entries().iter().step_by(ENTRIES_PER_LINE).for_each(prefetch);
+            }
             copy_entries(&self.leaves.get(version.leaf(k)).entries()[..part.len()], part);
         }
     }
