@@ -254,3 +254,37 @@ fn threads_take_from_regions_of_their_own() {
     });
     assert!(blocks.values().all(|&threads| threads == 1), "{blocks:?}");
 }
+
+#[test]
+fn i12_of_lists_that_share_references_whole_ones_win_and_nothing_is_lost() {
+    const THREADS: usize = 4;
+    let pool = pool(64);
+    for round in 0..2_000 {
+        // One page that each thread holds once, and 32 whose only reference all threads try to drop.
+        let common = pool.alloc(1).expect("one page")[0];
+        pool.retain(&[common; THREADS - 1]).expect("one for each thread");
+        let mut list = pool.alloc(32).expect("32 pages");
+        list.insert(round % 33, common);
+        let winners = AtomicU64::new(0);
+        let barrier = Barrier::new(THREADS);
+        std::thread::scope(|scope| {
+            for _ in 0..THREADS {
+                scope.spawn(|| {
+                    barrier.wait();
+                    winners.fetch_add(u64::from(pool.release(&list).is_ok()), Ordering::Relaxed);
+                });
+            }
+        });
+        let winners = winners.into_inner();
+        assert!(winners <= 1, "the same references were dropped by {winners} lists");
+        if winners == 0 {
+            // Each refused another's list; all is as it was.
+            assert_eq!(pool.num_free(), 31);
+            pool.release(&list).expect("nobody dropped it");
+        }
+        assert_eq!(pool.ref_count_of(common), Ok(THREADS as u32 - 1), "refused lists kept theirs");
+        pool.release(&[common; THREADS - 1]).expect("the refused threads' references");
+        assert_eq!(pool.num_free(), 64);
+    }
+    pool.validate().expect("valid at rest");
+}

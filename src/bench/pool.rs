@@ -124,3 +124,21 @@ fn pairs(word: &AtomicU64, count: u64) {
         let _ = black_box(flip(1, 0));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_contender_is_measured_beside_the_limit() {
+        let records = pool(1).expect("pools of 65536 pages");
+        assert_eq!(records.len(), SIZES.len() * THREADS.len() * 7);
+        for record in records {
+            assert!(record.value > 0.0 && record.limit > 0.0, "{record:?}");
+            assert!((record.ratio - record.value / record.limit).abs() < 1e-9, "{record:?}");
+            if record.implementation == MACHINE {
+                assert!((record.ratio - 1.0).abs() < 1e-9, "{record:?}");
+            }
+        }
+    }
+}
