@@ -5,6 +5,11 @@ from being overwritten; attention reads straight from scattered pages. See ``doc
 """
 
 from paged_kv._core import (
+    Batch,
+    BatchView,
+    KvCache,
+    PagePool,
+    Sequence,
     Tensor,
     __version__,
     alibi_slopes,
@@ -31,16 +36,21 @@ from paged_kv.errors import (
 )
 
 __all__ = [
+    "Batch",
+    "BatchView",
     "CacheMemoryError",
     "CorruptionError",
     "DeviceError",
     "InvalidPageError",
+    "KvCache",
     "LayoutError",
     "NeverFitsError",
     "NotQuiescentError",
     "OutOfPagesError",
+    "PagePool",
     "PagedKvError",
     "RefCountError",
+    "Sequence",
     "SequenceBusyError",
     "SequenceFreedError",
     "Tensor",

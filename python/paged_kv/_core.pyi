@@ -1,11 +1,19 @@
 """The extension module behind the package ``paged_kv``."""
 
-from typing import Any, Literal, Protocol, TypeAlias, final
+from collections.abc import Iterable
+from collections.abc import Sequence as _Seq
+from types import TracebackType
+from typing import Any, Literal, NotRequired, Protocol, Self, TypeAlias, TypedDict, final
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "Batch",
+    "BatchView",
+    "KvCache",
+    "PagePool",
+    "Sequence",
     "Tensor",
     "__version__",
     "alibi_slopes",
@@ -26,6 +34,7 @@ class _DLPack(Protocol):
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
 _Array: TypeAlias = npt.NDArray[Any] | _DLPack
+_Integers: TypeAlias = _Array | _Seq[int]
 _Layout: TypeAlias = Literal["HND", "NHD"]
 
 @final
@@ -55,6 +64,257 @@ class Tensor:
         copy: bool | None = None,
     ) -> Any: ...
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]: ...
+
+class _SequenceStats(TypedDict):
+    id: int
+    len: int
+    num_computed_tokens: int
+    num_pages: int
+
+class _Stats(TypedDict):
+    total_pages: int
+    free_pages: int
+    live_pages: int
+    shared_pages: int
+    cached_pages: int
+    deferred_pages: int
+    copied_pages: int
+    sequences: int
+    tokens: int
+    stored_tokens: int
+    reserved_tokens: int
+    total_bytes: int
+    used_bytes: int
+    waste: float
+    detail: NotRequired[list[_SequenceStats]]
+
+@final
+class KvCache:
+    """A paged KV cache: pages of keys and values in all layers, and the sequences that hold them."""
+
+    def __new__(
+        cls,
+        *,
+        num_layers: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        v_head_dim: int | None = None,
+        page_size: int | None = None,
+        page_bytes: int | None = None,
+        num_pages: int | None = None,
+        memory: int | str | None = None,
+        dtype: object = None,
+        layout: _Layout = "HND",
+        window_left: int = -1,
+        device: object = None,
+        storage: Iterable[tuple[_Array, _Array]] | None = None,
+        null_page: bool = False,
+        num_threads: int | None = None,
+        huge_pages: Literal["auto", "on", "off"] = "auto",
+        overcommit: bool = False,
+    ) -> Self: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def window_left(self) -> int: ...
+    @property
+    def null_page(self) -> bool: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def pool(self) -> PagePool: ...
+    def sequence(self, token_ids: _Integers | None = None) -> Sequence: ...
+    def reorder(self, seqs: Iterable[Sequence], indices: _Integers) -> list[Sequence]: ...
+    def batch(
+        self,
+        seqs: Iterable[Sequence],
+        num_new_tokens: int | _Integers | None = None,
+        *,
+        token_ids: _Integers | None = None,
+        num_queries: int | _Integers | None = None,
+        stream: None = None,
+    ) -> Batch: ...
+    def write(self, layer: int, key: _Array, value: _Array, batch: Batch | BatchView) -> None: ...
+    def attend(
+        self,
+        layer: int,
+        query: _Array,
+        batch: Batch | BatchView,
+        *,
+        scale: float | None = None,
+        causal: bool = True,
+        window_left: int | None = None,
+        logits_soft_cap: float = 0.0,
+        alibi_slopes: _Array | None = None,
+        sinks: _Array | None = None,
+        return_lse: bool = False,
+        out: _Array | None = None,
+    ) -> Any: ...
+    def copy_pages(self, copies: npt.NDArray[Any] | _Seq[tuple[int, int]]) -> None: ...
+    def key_pages(self, layer: int, writable: bool = False) -> Tensor: ...
+    def value_pages(self, layer: int, writable: bool = False) -> Tensor: ...
+    def stats(self, detail: bool = False) -> _Stats: ...
+    def validate(self) -> None: ...
+
+@final
+class Sequence:
+    """The tokens of one request: their page table, and how many of them are computed."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def is_freed(self) -> bool: ...
+    @property
+    def block_table(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def pending_token_ids(self) -> npt.NDArray[np.uint32]: ...
+    def __len__(self) -> int: ...
+    def append(self, n: int) -> None: ...
+    def extend(self, token_ids: _Integers) -> None: ...
+    def fork(self) -> Sequence: ...
+    def truncate(self, n: int) -> None: ...
+    def commit(self, n: int | None = None) -> None: ...
+    def free(self) -> None: ...
+    def physical_address(
+        self, layer: int, position: int, which: Literal["key", "value"], *, head: int = 0
+    ) -> int: ...
+    def physical_offset(self, byte_offset: int) -> int: ...
+    def prefetch(self, *, max_bytes: int = 1048576) -> int: ...
+
+@final
+class Batch:
+    """An open batch: slots reserved, shared pages copied, and a lease on what attention reads."""
+
+    @property
+    def block_table(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def seq_lens(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def cu_seqlens_q(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def slot_mapping(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def positions(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def kv_indptr(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def kv_indices(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def kv_last_page_len(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def copies(self) -> npt.NDArray[np.int64]: ...
+    def __len__(self) -> int: ...
+    def fill(
+        self,
+        *,
+        block_table: _Array | None = None,
+        seq_lens: _Array | None = None,
+        cu_seqlens_q: _Array | None = None,
+        slot_mapping: _Array | None = None,
+        positions: _Array | None = None,
+        kv_indptr: _Array | None = None,
+        kv_indices: _Array | None = None,
+        kv_last_page_len: _Array | None = None,
+    ) -> None: ...
+    @property
+    def is_ended(self) -> bool: ...
+    def commit(self, num_tokens: _Integers | None = None) -> None: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+@final
+class BatchView:
+    """The arrays of a :class:`Batch` of another cache, as pickling it gives them."""
+
+    def __new__(
+        cls,
+        page_size: int,
+        num_pages: int,
+        no_page: int,
+        block_table: _Array,
+        seq_lens: _Integers,
+        cu_seqlens_q: _Integers,
+        slot_mapping: _Integers,
+        positions: _Integers,
+        kv_indptr: _Integers,
+        kv_indices: _Integers,
+        kv_last_page_len: _Integers,
+        copies: _Array,
+    ) -> Self: ...
+    @property
+    def block_table(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def seq_lens(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def cu_seqlens_q(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def slot_mapping(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def positions(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def kv_indptr(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def kv_indices(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def kv_last_page_len(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def copies(self) -> npt.NDArray[np.int64]: ...
+    def __len__(self) -> int: ...
+    def fill(
+        self,
+        *,
+        block_table: _Array | None = None,
+        seq_lens: _Array | None = None,
+        cu_seqlens_q: _Array | None = None,
+        slot_mapping: _Array | None = None,
+        positions: _Array | None = None,
+        kv_indptr: _Array | None = None,
+        kv_indices: _Array | None = None,
+        kv_last_page_len: _Array | None = None,
+    ) -> None: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+
+@final
+class PagePool:
+    """The pages of a cache, for those who keep tables of their own."""
+
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def num_free(self) -> int: ...
+    def alloc(self, n: int) -> npt.NDArray[np.uint64]: ...
+    def page_ids(self, handles: _Integers) -> npt.NDArray[np.int32]: ...
+    def retain(self, handles: _Integers) -> None: ...
+    def release(self, handles: _Integers) -> None: ...
+    def ref_count(self, handles: _Integers) -> npt.NDArray[np.uint32]: ...
+    def owners(self, handles: _Integers) -> list[list[int]]: ...
 
 def paged_attention(
     query: _Array,

@@ -10,7 +10,9 @@
 
 #![expect(unsafe_code, reason = "memory of other libraries enters and leaves the library here")]
 
+mod adopt;
 mod dlpack;
+mod fill;
 mod integers;
 mod memory;
 mod numpy;
@@ -21,9 +23,12 @@ use std::ops::Range;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
+pub(super) use adopt::adopt;
 pub(super) use dlpack::export as export_capsule;
+pub(super) use fill::{Fill, Values};
+pub(super) use integers::integers;
 pub(super) use memory::Memory;
-pub(super) use numpy::export as export_numpy;
+pub(super) use numpy::{export as export_numpy, lend};
 pub(super) use output::{Output, OutputKind};
 
 use crate::dtype::DType;
@@ -63,7 +68,6 @@ impl Element {
 }
 
 /// Keeps the memory of an [`Array`] alive.
-#[expect(dead_code, reason = "held for its drop alone")]
 enum Owner<'py> {
     Object(Bound<'py, PyAny>),
     Capsule(dlpack::Managed),
@@ -80,22 +84,27 @@ pub(super) struct Array<'py> {
     strides: [isize; MAX_AXES],
     writable: bool,
     kind: OutputKind<'py>,
-    _owner: Owner<'py>,
+    owner: Owner<'py>,
 }
 
 impl<'py> Array<'py> {
     /// Takes a numpy array, or anything that speaks DLPack, as the argument called `name`.
     pub(super) fn new(name: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
-        if let Some(array) = numpy::import(name, object)? {
-            return Ok(array);
-        }
-        if let Some(array) = dlpack::import(name, object)? {
+        if let Some(array) = Self::import(name, object)? {
             return Ok(array);
         }
         let class = object.get_type().name()?;
         Err(PyTypeError::new_err(format!(
             "{name} must be a numpy array or have __dlpack__ (torch, jax, …), not {class}"
         )))
+    }
+
+    /// Like [`new`](Self::new), and `None` for what is no array.
+    pub(super) fn import(name: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
+        match numpy::import(name, object)? {
+            None => dlpack::import(name, object),
+            found => Ok(found),
+        }
     }
 
     /// Like [`new`](Self::new), and `None` for Python's `None`.
@@ -121,7 +130,7 @@ impl<'py> Array<'py> {
         for (axis, (length, stride)) in axes.enumerate() {
             (shape[axis], strides[axis]) = (length, stride);
         }
-        let array = Self { name, base, element, axes: count, shape, strides, writable, kind, _owner: owner };
+        let array = Self { name, base, element, axes: count, shape, strides, writable, kind, owner };
         array.extent()?;
         if array.shape().iter().try_fold(1_isize, |n, &length| n.checked_mul(length as isize)).is_none() {
             return Err(array.refuse("has more elements than memory could hold"));
@@ -240,6 +249,18 @@ impl<'py> Array<'py> {
             }
         }
         Ok(())
+    }
+
+    /// Refuses an array that shares memory with the cache's pages of the layer concerned.
+    pub(super) fn check_outside(&self, pages: &PagesView<'_>) -> Result<()> {
+        let start = pages.base().addr();
+        let end = start + pages.layout().span()? * pages.layout().dtype.size();
+        match self.extent()? {
+            Some(own) if own.start < end && start < own.end => {
+                Err(self.refuse("overlaps the cache's own pages in memory"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Shape and strides of an array of `N` axes, the last of which is contiguous.

@@ -143,18 +143,11 @@ pub(super) fn paged_attention<'py>(
     py.detach(|| {
         attention::paged_attention(rows, k, v, &tables, &options, &mut out_rows, lse.as_deref_mut(), &pool)
     })?;
-    let out = out.into_object(py)?;
-    match lse {
-        None => Ok(out),
-        Some(lse) => {
-            let lse = query.kind().floats(py, lse, [tokens, num_heads])?;
-            Ok((out, lse).into_pyobject(py)?.into_any())
-        }
-    }
+    out.into_objects(py, &query.kind(), lse, [tokens, num_heads])
 }
 
 /// Room for the logarithms, if they are asked for.
-fn lse_buffer(wanted: bool, tokens: usize, num_heads: usize) -> PyResult<Option<Vec<f32>>> {
+pub(super) fn lse_buffer(wanted: bool, tokens: usize, num_heads: usize) -> PyResult<Option<Vec<f32>>> {
     if !wanted {
         return Ok(None);
     }

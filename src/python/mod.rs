@@ -1,9 +1,19 @@
 //! The Python face: one file per class, each method converts, detaches, calls and converts.
 
+mod arguments;
 mod array;
+mod batch;
+mod batch_view;
+mod build;
+mod cache;
 mod convert;
 mod error;
+mod fill;
 mod functions;
+mod pool;
+mod sequence;
+mod stats;
+mod step;
 mod tensor;
 mod threads;
 
@@ -13,9 +23,19 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = false)]
 mod _core {
     #[pymodule_export]
+    use super::batch::Batch;
+    #[pymodule_export]
+    use super::batch_view::BatchView;
+    #[pymodule_export]
+    use super::cache::KvCache;
+    #[pymodule_export]
     use super::functions::{
         alibi_slopes, isa, kv_bytes_per_token, merge_states, paged_attention, set_isa, write_pages,
     };
+    #[pymodule_export]
+    use super::pool::PagePool;
+    #[pymodule_export]
+    use super::sequence::Sequence;
     #[pymodule_export]
     use super::tensor::Tensor;
     use super::{Bound, PyModule, PyModuleMethods, PyResult};

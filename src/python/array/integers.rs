@@ -8,6 +8,10 @@ use super::{Array, Element, reserve};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use half::{bf16, f16};
+use pyo3::conversion::FromPyObjectOwned;
+use pyo3::exceptions::{PyOverflowError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PyTuple};
 
 /// An integer type that addresses something.
 pub(in crate::python) trait Integer: Copy + TryFrom<i128> {
@@ -116,4 +120,22 @@ impl Array<'_> {
         }
         Ok(values)
     }
+}
+
+/// Integers given as an array of one axis or as a Python sequence.
+pub(in crate::python) fn integers<'py, T>(name: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Vec<T>>
+where
+    T: Integer + FromPyObjectOwned<'py>,
+{
+    let plain = object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>();
+    if !plain && let Some(array) = Array::import(name, object)? {
+        return Ok(array.integer_vector()?);
+    }
+    object.extract().map_err(|error: PyErr| {
+        if error.is_instance_of::<PyOverflowError>(object.py()) {
+            PyValueError::new_err(format!("{name} holds a number that is no {}", T::NAME))
+        } else {
+            error
+        }
+    })
 }

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use super::reserve;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::storage::RowsViewMut;
+use crate::layout::PageOrder;
+use crate::storage::{PagesView, RowsViewMut};
 
 /// Where new arrays begin: a cache line, which is also the widest vector.
 #[derive(Clone, Copy)]
@@ -44,6 +45,35 @@ impl Memory {
             strides[axis - 1] = strides[axis] * shape[axis] as isize;
         }
         Ok(Self { base, dtype, shape: shape.to_vec(), strides, writable: true, owner: Arc::new(buffer) })
+    }
+
+    /// The pages that `view` finds in `owner`, which stay alive as long as the result does.
+    pub(in crate::python) fn of_pages<O: Send + Sync + 'static>(
+        owner: Arc<O>,
+        order: PageOrder,
+        writable: bool,
+        view: impl for<'a> FnOnce(&'a O) -> Result<PagesView<'a>>,
+    ) -> Result<Self> {
+        // `view` works for every lifetime, so the memory belongs to `owner` (or to nobody); an Arc
+        // neither moves nor drops what it holds, nor lends it mutably, while we hold a clone.
+        let pages = view(&owner)?;
+        let layout = *pages.layout();
+        let base = pages.base();
+        let writable = writable && pages.writable();
+        let [head, token] = [(layout.num_heads, layout.head_stride), (layout.page_size, layout.token_stride)];
+        let [outer, inner] = match order {
+            PageOrder::Hnd => [head, token],
+            PageOrder::Nhd => [token, head],
+        };
+        let axes = [(layout.num_pages, layout.page_stride), outer, inner, (layout.head_dim, 1)];
+        Ok(Self {
+            base,
+            dtype: layout.dtype,
+            shape: axes.iter().map(|axis| axis.0).collect(),
+            strides: axes.iter().map(|axis| axis.1 as isize).collect(),
+            writable,
+            owner,
+        })
     }
 
     pub(in crate::python) fn base(&self) -> *mut u8 {

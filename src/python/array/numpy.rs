@@ -5,13 +5,14 @@ use std::ptr;
 
 use numpy::npyffi::{NPY_ARRAY_WRITEABLE, NPY_TYPES, PY_ARRAY_API, npy_intp};
 use numpy::{PyArrayDescr, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
-use pyo3::PyTypeInfo;
 use pyo3::prelude::*;
+use pyo3::pyclass::boolean_struct::True;
 use pyo3::sync::PyOnceLock;
+use pyo3::{PyClass, PyTypeInfo};
 
 use super::{Array, Element, Memory, OutputKind, Owner};
 use crate::dtype::DType;
-use crate::error::Error;
+use crate::error::{Error, Result};
 
 /// The array behind `object`, or `None` if numpy doesn't know it.
 pub(super) fn import<'py>(name: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Option<Array<'py>>> {
@@ -117,12 +118,30 @@ pub(in crate::python) fn export<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = owner.py();
     let size = memory.dtype().size() as npy_intp;
-    let mut dims: Vec<npy_intp> = memory.shape().iter().map(|&n| n as npy_intp).collect();
     let mut strides: Vec<npy_intp> = memory.strides().iter().map(|&n| n as npy_intp * size).collect();
     let flags = if memory.writable() { NPY_ARRAY_WRITEABLE } else { 0 };
     let dtype = descr(py, memory.dtype())?;
-    // SAFETY: the array describes memory that `owner` keeps alive and becomes its base object;
-    // both calls steal the reference that is given away for them.
+    // SAFETY: `owner` holds `memory`, which describes memory that it keeps alive.
+    unsafe { over(owner, dtype, memory.base(), memory.shape(), Some(&mut strides), flags) }
+}
+
+/// An array over memory that its base object keeps alive.
+///
+/// # Safety
+/// - `base` is valid for the elements that `shape` and `strides` (bytes; `None`: dense) span, and
+///   for writes if `flags` say so, as long as `owner` lives.
+unsafe fn over<'py>(
+    owner: &Bound<'py, PyAny>,
+    dtype: Bound<'py, PyArrayDescr>,
+    base: *mut u8,
+    shape: &[usize],
+    strides: Option<&mut Vec<npy_intp>>,
+    flags: c_int,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = owner.py();
+    let mut dims: Vec<npy_intp> = shape.iter().map(|&n| n as npy_intp).collect();
+    // SAFETY: both calls steal the reference that is given away for them; the rest is the
+    // caller's promise.
     unsafe {
         let array = PY_ARRAY_API.PyArray_NewFromDescr(
             py,
@@ -130,8 +149,8 @@ pub(in crate::python) fn export<'py>(
             dtype.into_dtype_ptr(),
             dims.len() as c_int,
             dims.as_mut_ptr(),
-            strides.as_mut_ptr(),
-            memory.base().cast::<c_void>(),
+            strides.map_or(ptr::null_mut(), Vec::as_mut_ptr),
+            base.cast::<c_void>(),
             flags,
             ptr::null_mut(),
         );
@@ -141,4 +160,25 @@ pub(in crate::python) fn export<'py>(
         }
         Ok(array)
     }
+}
+
+/// A read-only array over integers that live in a Python object of this library, without a copy.
+///
+/// `find` works for every lifetime, so what it returns belongs to the object (or to nobody). The
+/// object is frozen: while it lives, and the array's base keeps it alive, its memory stays put.
+pub(in crate::python) fn lend<'py, C, T>(
+    owner: &Bound<'py, C>,
+    shape: impl FnOnce(usize) -> Vec<usize>,
+    find: impl for<'a> FnOnce(&'a C) -> Result<&'a [T]>,
+) -> PyResult<Bound<'py, PyAny>>
+where
+    C: PyClass<Frozen = True> + Sync,
+    T: numpy::Element,
+{
+    let slice = find(owner.get())?;
+    let shape = shape(slice.len());
+    assert_eq!(shape.iter().product::<usize>(), slice.len(), "the shape is that of the integers");
+    let (dtype, base) = (numpy::dtype::<T>(owner.py()), slice.as_ptr().cast_mut().cast());
+    // SAFETY: the slice lies densely, and lives as long as `owner`, as said above.
+    unsafe { over(owner.as_any(), dtype, base, &shape, None, 0) }
 }

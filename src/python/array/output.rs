@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use super::{Array, Memory, numpy as np};
 use crate::error::Result;
 use crate::python::tensor::Tensor;
-use crate::storage::RowsViewMut;
+use crate::storage::{PagesView, RowsViewMut};
 
 /// What a new array should be: that of the array it answers.
 #[derive(Clone)]
@@ -65,6 +65,29 @@ impl<'py> Output<'py> {
         match self {
             Self::Given(_, object) => Ok(object),
             Self::Tensor(memory) => Ok(Bound::new(py, Tensor::new(memory))?.into_any()),
+        }
+    }
+
+    /// The object to hand back, paired with `lse` in the form of `kind` if there is one.
+    pub(in crate::python) fn into_objects(
+        self,
+        py: Python<'py>,
+        kind: &OutputKind<'py>,
+        lse: Option<Vec<f32>>,
+        shape: [usize; 2],
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let out = self.into_object(py)?;
+        match lse {
+            None => Ok(out),
+            Some(lse) => Ok((out, kind.floats(py, lse, shape)?).into_pyobject(py)?.into_any()),
+        }
+    }
+
+    /// See [`Array::check_outside`].
+    pub(in crate::python) fn check_outside(&self, pages: &PagesView<'_>) -> Result<()> {
+        match self {
+            Self::Given(array, _) => array.check_outside(pages),
+            Self::Tensor(_) => Ok(()),
         }
     }
 }

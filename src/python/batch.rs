@@ -1,0 +1,217 @@
+//! `paged_kv.Batch`: one step of many sequences, as a transaction.
+
+#![expect(clippy::doc_markdown, reason = "docstrings are numpydoc, where names of arguments stand bare")]
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use super::array::{integers, lend};
+use super::batch_view::BatchView;
+use super::fill::{Field, fill};
+use crate::cache::{self, KvCache};
+
+/// An open batch: slots reserved, shared pages copied, and a lease on what attention reads.
+///
+/// Made by :meth:`KvCache.batch`; use it in a ``with`` block, whose end commits it and in which an
+/// exception closes it, or end it by :meth:`commit` or :meth:`close`. A batch that is garbage
+/// collected is closed. While it is open, others who change its sequences get
+/// :class:`SequenceBusyError`, unless it has no new tokens.
+///
+/// The arrays are built on first access and read-only; they are valid while the batch is open.
+/// Pickling gives a :class:`BatchView`, the arrays without the lease.
+#[pyclass(frozen, weakref, module = "paged_kv", name = "Batch")]
+pub(crate) struct Batch {
+    batch: cache::Batch,
+    cache: Arc<KvCache>,
+}
+
+impl Batch {
+    pub(super) fn inner(&self) -> &cache::Batch {
+        &self.batch
+    }
+
+    pub(super) fn new(batch: cache::Batch, cache: Arc<KvCache>) -> Self {
+        Self { batch, cache }
+    }
+
+    /// What stands in a table where there is no page.
+    fn no_page(&self) -> i64 {
+        if self.cache.has_null_page() { 0 } else { -1 }
+    }
+}
+
+#[pymethods]
+impl Batch {
+    /// Whether it was committed or closed.
+    #[getter]
+    fn is_ended(&self) -> bool {
+        self.batch.is_ended()
+    }
+
+    /// Sequences in the batch.
+    fn __len__(&self) -> usize {
+        self.batch.items().len()
+    }
+
+    /// int32 ``[B, max_pages]``: the page of each ``page_size`` tokens of each sequence. Behind a
+    /// sequence's last page -1, or 0 if the cache has a null page.
+    #[getter]
+    fn block_table<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let shape = vec![slf.get().__len__(), slf.get().batch.block_table()?.1];
+        lend(slf, |_| shape, |this| Ok(this.batch.block_table()?.0))
+    }
+
+    /// int32 ``[B]``: tokens of each sequence, the new ones included.
+    #[getter]
+    fn seq_lens<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        lend(slf, |n| vec![n], |this| this.batch.seq_lens())
+    }
+
+    /// int32 ``[B + 1]``: sequence ``b`` has the query rows ``cu_seqlens_q[b]:cu_seqlens_q[b + 1]``.
+    #[getter]
+    fn cu_seqlens_q<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        lend(slf, |n| vec![n], |this| Ok(this.batch.cu_seqlens_q()))
+    }
+
+    /// int64 ``[tokens]``: slot ``page * page_size + offset`` of each new token.
+    #[getter]
+    fn slot_mapping<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        lend(slf, |n| vec![n], |this| this.batch.slot_mapping())
+    }
+
+    /// int64 ``[tokens]``: position of each new token in its sequence.
+    #[getter]
+    fn positions<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        lend(slf, |n| vec![n], |this| this.batch.positions())
+    }
+
+    /// int32 ``[B + 1]``: where each sequence's pages begin in `kv_indices`.
+    #[getter]
+    fn kv_indptr<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        lend(slf, |n| vec![n], |this| this.batch.kv_indptr())
+    }
+
+    /// int32: the pages of all sequences, one sequence after another.
+    #[getter]
+    fn kv_indices<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        lend(slf, |n| vec![n], |this| this.batch.kv_indices())
+    }
+
+    /// int32 ``[B]``: tokens in each sequence's last page, 1 to ``page_size``; 0 if it is empty.
+    #[getter]
+    fn kv_last_page_len<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        lend(slf, |n| vec![n], |this| this.batch.kv_last_page_len())
+    }
+
+    /// int64 ``[n, 2]``: source and destination of each page that was copied on write when the
+    /// batch was opened. A cache without storage leaves the copies to its caller.
+    #[getter]
+    fn copies<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        super::batch_view::pairs(py, &self.batch.copies())
+    }
+
+    /// Writes arrays into larger buffers of one's own, as graphs of fixed shapes want them.
+    ///
+    /// Parameters
+    /// ----------
+    /// block_table, seq_lens, cu_seqlens_q, slot_mapping, positions : array of int, optional
+    ///     Buffers at least as large as the batch's arrays, of any integer dtype; modified.
+    /// kv_indptr, kv_indices, kv_last_page_len : array of int, optional
+    ///     Likewise.
+    ///
+    /// Raises
+    /// ------
+    /// LayoutError
+    ///     For a buffer that is too small, read-only or not of integers.
+    /// ValueError
+    ///     For a dtype that can't hold the values. Nothing is written then.
+    ///
+    /// Notes
+    /// -----
+    /// What is left of a buffer is padded: slots by -1, pages by -1 (0 if the cache has a null
+    /// page), lengths and positions by 0, cumulative arrays by their last value.
+    #[pyo3(signature = (*, block_table=None, seq_lens=None, cu_seqlens_q=None, slot_mapping=None, positions=None,
+        kv_indptr=None, kv_indices=None, kv_last_page_len=None))]
+    fn fill(
+        &self,
+        block_table: Option<&Bound<'_, PyAny>>,
+        seq_lens: Option<&Bound<'_, PyAny>>,
+        cu_seqlens_q: Option<&Bound<'_, PyAny>>,
+        slot_mapping: Option<&Bound<'_, PyAny>>,
+        positions: Option<&Bound<'_, PyAny>>,
+        kv_indptr: Option<&Bound<'_, PyAny>>,
+        kv_indices: Option<&Bound<'_, PyAny>>,
+        kv_last_page_len: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let buffers = [
+            (Field::BlockTable, block_table),
+            (Field::SeqLens, seq_lens),
+            (Field::CuSeqlensQ, cu_seqlens_q),
+            (Field::SlotMapping, slot_mapping),
+            (Field::Positions, positions),
+            (Field::KvIndptr, kv_indptr),
+            (Field::KvIndices, kv_indices),
+            (Field::KvLastPageLen, kv_last_page_len),
+        ];
+        fill(&self.batch, self.no_page(), buffers)
+    }
+
+    /// Counts new tokens as computed, and ends the batch.
+    ///
+    /// Parameters
+    /// ----------
+    /// num_tokens : array of int or sequence of int, optional
+    ///     ``[B]``: how many of each sequence's new tokens are kept; the rest is truncated, as
+    ///     rejected draft tokens are. All if None.
+    ///
+    /// Raises
+    /// ------
+    /// ValueError
+    ///     Where it has ended, or keeps more than there are. Nothing is changed then.
+    ///
+    /// Notes
+    /// -----
+    /// Slots that were reserved beyond the batch are dropped too. A sequence that was freed
+    /// meanwhile is skipped.
+    #[pyo3(signature = (num_tokens=None))]
+    fn commit(&self, num_tokens: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let keep = num_tokens.map(|keep| integers("num_tokens", keep)).transpose()?;
+        Ok(self.batch.commit(keep)?)
+    }
+
+    /// Ends the batch as if it had never been opened; does nothing where it has ended.
+    fn close(&self) {
+        self.batch.close();
+    }
+
+    fn __enter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (exc_type, exc_value, traceback))]
+    fn __exit__(
+        &self,
+        exc_type: &Bound<'_, PyAny>,
+        exc_value: &Bound<'_, PyAny>,
+        traceback: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let _ = (exc_value, traceback);
+        if !exc_type.is_none() {
+            self.batch.close();
+        } else if !self.batch.is_ended() {
+            self.batch.commit(None)?;
+        }
+        Ok(())
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        BatchView::new(self.batch.view()?, self.no_page()).reduce(py)
+    }
+
+    fn __repr__(&self) -> String {
+        let state = if self.batch.is_ended() { "ended" } else { "open" };
+        format!("paged_kv.Batch({} sequences, {state})", self.batch.items().len())
+    }
+}

@@ -1,0 +1,158 @@
+//! What `KvCache(...)` is given becomes what a cache is made of.
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyString;
+
+use super::array::{self, Array};
+use super::convert;
+use crate::cache::{CacheOptions, KvCache};
+use crate::dtype::DType;
+use crate::error::Error;
+use crate::layout::{CacheLayout, PageOrder, parse_bytes};
+use crate::storage::RegionOptions;
+
+/// The arguments that have something to do with sizes, as they came.
+pub(super) struct Sizes<'a, 'py> {
+    pub(super) num_layers: usize,
+    pub(super) num_kv_heads: Option<usize>,
+    pub(super) head_dim: Option<usize>,
+    pub(super) v_head_dim: Option<usize>,
+    pub(super) page_size: Option<usize>,
+    pub(super) page_bytes: Option<usize>,
+    pub(super) num_pages: Option<usize>,
+    pub(super) memory: Option<&'a Bound<'py, PyAny>>,
+    pub(super) dtype: Option<&'a Bound<'py, PyAny>>,
+    pub(super) order: PageOrder,
+    pub(super) null_page: bool,
+}
+
+/// Everything else.
+pub(super) struct Rest {
+    pub(super) window_left: i64,
+    pub(super) num_threads: Option<usize>,
+    pub(super) region: RegionOptions,
+}
+
+/// A cache over `storage`, or over memory of its own.
+pub(super) fn cache(
+    py: Python<'_>,
+    sizes: &Sizes<'_, '_>,
+    rest: &Rest,
+    storage: Option<&Bound<'_, PyAny>>,
+) -> PyResult<KvCache> {
+    let null_page = sizes.null_page;
+    let options = |layout: CacheLayout| CacheOptions {
+        layout,
+        null_page,
+        window_left: rest.window_left,
+        num_threads: rest.num_threads,
+        region: rest.region,
+    };
+    let Some(storage) = storage else {
+        let options = options(layout(sizes)?);
+        return Ok(py.detach(|| KvCache::new(&options))?);
+    };
+    let arrays = arrays(storage)?;
+    let physical = adopted_layout(sizes, &arrays)?;
+    let kept_back = usize::from(null_page);
+    let layout = CacheLayout { num_pages: physical.num_pages.saturating_sub(kept_back), ..physical };
+    Ok(KvCache::with_storage(&options(layout), array::adopt(physical, arrays)?)?)
+}
+
+/// The layout of memory of its own.
+fn layout(sizes: &Sizes<'_, '_>) -> PyResult<CacheLayout> {
+    let needed = |name: &str, value: Option<usize>| match value {
+        Some(value) => Ok(value),
+        None if sizes.num_layers == 0 => Ok(0),
+        None => Err(PyValueError::new_err(format!("{name} is needed, unless num_layers is 0"))),
+    };
+    let head_dim = needed("head_dim", sizes.head_dim)?;
+    let layout = CacheLayout {
+        num_layers: sizes.num_layers,
+        num_pages: 1,
+        page_size: 1,
+        num_kv_heads: needed("num_kv_heads", sizes.num_kv_heads)?,
+        head_dim,
+        v_head_dim: sizes.v_head_dim.unwrap_or(head_dim),
+        dtype: sizes.dtype.map_or(Ok(DType::BF16), convert::named)?,
+        order: sizes.order,
+    };
+    let layout = CacheLayout { page_size: page_size(sizes, &layout)?, ..layout };
+    let num_pages = match (sizes.num_pages, sizes.memory) {
+        (Some(num_pages), None) => num_pages,
+        (None, Some(memory)) => {
+            let pages = CacheOptions::pages_within(&layout, bytes(memory)?)?;
+            // A null page takes its share of the budget too.
+            let kept_back = usize::from(sizes.null_page);
+            if pages <= kept_back {
+                let message = "memory= holds the null page only; it has to hold one page more";
+                return Err(Error::Layout(message.into()).into());
+            }
+            pages - kept_back
+        }
+        _ => return Err(PyValueError::new_err("give either num_pages= or memory=")),
+    };
+    Ok(CacheLayout { num_pages, ..layout })
+}
+
+/// Tokens of a page: given, or what fits into `page_bytes` of keys and values of one layer.
+fn page_size(sizes: &Sizes<'_, '_>, one_token: &CacheLayout) -> PyResult<usize> {
+    match (sizes.page_size, sizes.page_bytes) {
+        (Some(_), Some(_)) => Err(PyValueError::new_err("give page_size= or page_bytes=, not both")),
+        (page_size, None) => Ok(page_size.unwrap_or(16)),
+        (None, Some(page_bytes)) => {
+            let token = one_token.page_bytes()?;
+            match page_bytes.checked_div(token) {
+                Some(page_size @ 1..) => Ok(page_size),
+                _ => Err(Error::Layout(format!(
+                    "page_bytes={page_bytes} holds no token of {token} bytes (keys and values of one layer)"
+                ))
+                .into()),
+            }
+        }
+    }
+}
+
+/// A number of bytes, or a text such as `"4GiB"`.
+fn bytes(memory: &Bound<'_, PyAny>) -> PyResult<u64> {
+    match memory.cast::<PyString>() {
+        Ok(text) => Ok(parse_bytes(&text.to_string_lossy())?),
+        Err(_) => memory.extract(),
+    }
+}
+
+/// `[(key_pages, value_pages), ...]`.
+fn arrays<'py>(storage: &Bound<'py, PyAny>) -> PyResult<Vec<[Array<'py>; 2]>> {
+    let mut arrays = Vec::new();
+    for layer in storage.try_iter()? {
+        let (key, value): (Bound<'py, PyAny>, Bound<'py, PyAny>) = layer?.extract()?;
+        arrays
+            .push([Array::new("key_pages in storage", &key)?, Array::new("value_pages in storage", &value)?]);
+    }
+    Ok(arrays)
+}
+
+/// The layout of adopted arrays, the null page counted in: sizes that were given must be theirs.
+fn adopted_layout(sizes: &Sizes<'_, '_>, arrays: &[[Array<'_>; 2]]) -> PyResult<CacheLayout> {
+    if sizes.memory.is_some() || sizes.page_bytes.is_some() {
+        return Err(PyValueError::new_err(
+            "storage= brings its own sizes: leave memory= and page_bytes= out",
+        ));
+    }
+    let Some([key, value]) = arrays.first() else {
+        return Err(PyValueError::new_err("storage= must hold one (key_pages, value_pages) per layer"));
+    };
+    let (k, v) = (*key.pages(sizes.order, false)?.layout(), *value.pages(sizes.order, false)?.layout());
+    let kept_back = usize::from(sizes.null_page);
+    Ok(CacheLayout {
+        num_layers: sizes.num_layers,
+        num_pages: sizes.num_pages.map_or(k.num_pages, |pages| pages.saturating_add(kept_back)),
+        page_size: sizes.page_size.unwrap_or(k.page_size),
+        num_kv_heads: sizes.num_kv_heads.unwrap_or(k.num_heads),
+        head_dim: sizes.head_dim.unwrap_or(k.head_dim),
+        v_head_dim: sizes.v_head_dim.or(sizes.head_dim).unwrap_or(v.head_dim),
+        dtype: sizes.dtype.map_or(Ok(k.dtype), convert::named)?,
+        order: sizes.order,
+    })
+}

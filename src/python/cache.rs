@@ -1,0 +1,500 @@
+//! `paged_kv.KvCache`.
+
+#![expect(clippy::doc_markdown, reason = "docstrings are numpydoc, where names of arguments stand bare")]
+
+use std::sync::Arc;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use super::array::{Memory, integers};
+use super::batch::Batch;
+use super::batch_view::parse_pairs;
+use super::build::{self, Rest, Sizes};
+use super::pool::PagePool;
+use super::sequence::Sequence;
+use super::stats;
+use super::step::{self, StepOptions};
+use super::tensor::Tensor;
+use crate::cache;
+use crate::ids::TokenId;
+use crate::layout::Which;
+use crate::storage::RegionOptions;
+
+/// A paged KV cache: pages of keys and values in all layers, and the sequences that hold them.
+///
+/// Every method may be called from any thread; long work runs without the GIL.
+///
+/// Parameters
+/// ----------
+/// num_layers : int
+///     Layers of the model; 0 keeps tables only, and the caller carries out :attr:`Batch.copies`.
+/// num_kv_heads, head_dim : int
+///     Shape of a token's keys in one layer. Needed unless `num_layers` is 0 or `storage` is given.
+/// v_head_dim : int, optional
+///     Elements of a value of one head; `head_dim` if None.
+/// page_size : int, optional
+///     Tokens of a page; 16 if None.
+/// page_bytes : int, optional
+///     Instead of `page_size`: as many tokens as fit into so many bytes of keys and values of one
+///     layer.
+/// num_pages : int
+///     Pages that can be handed out. Give either this or `memory`.
+/// memory : int or str
+///     Bytes for all pages, such as ``"4GiB"``.
+/// dtype : str or dtype, optional
+///     ``"bfloat16"`` (if None), ``"float16"`` or ``"float32"``, as keys and values are stored.
+/// layout : {"HND", "NHD"}
+///     Order of the axes of a page: ``[num_kv_heads, page_size, head_dim]`` or
+///     ``[page_size, num_kv_heads, head_dim]``.
+/// window_left : int
+///     What :meth:`attend` uses where it is given none: keys to the left of its own position that a
+///     query sees; -1 for all.
+/// device : str
+///     ``"cpu"``.
+/// storage : iterable of (array, array), optional
+///     ``(key_pages, value_pages)`` of each layer, each with the axes ``[num_pages, *page]`` in the
+///     order of `layout`: the cache works on these arrays and keeps them alive. Sizes that are not
+///     given are theirs. Nobody else may write pages that the cache has handed out.
+/// null_page : bool
+///     Keeps page 0 back, outside `num_pages`: zeros, which padding may refer to.
+/// num_threads : int, optional
+///     Threads for attention; as many as the process may use if None.
+/// huge_pages : {"auto", "on", "off"}
+///     Whether the system is asked to back the memory by huge pages.
+/// overcommit : bool
+///     Allows more bytes than the machine has: only pages that are written take memory.
+///
+/// Raises
+/// ------
+/// LayoutError, ValueError
+///     For sizes that make no sense.
+/// CacheMemoryError
+///     Where the memory can't be had.
+///
+/// Examples
+/// --------
+/// >>> cache = paged_kv.KvCache(num_layers=2, num_kv_heads=2, head_dim=64, num_pages=128)
+/// >>> prompt = cache.sequence()
+/// >>> with cache.batch([prompt], 5) as batch:
+/// ...     for layer in range(2):
+/// ...         cache.write(layer, key[layer], value[layer], batch)
+/// ...         out = cache.attend(layer, query[layer], batch)
+/// >>> answers = [prompt.fork() for _ in range(4)]
+///
+/// Notes
+/// -----
+/// Memory is managed as in Kwon et al., "Efficient Memory Management for Large Language Model
+/// Serving with PagedAttention" (SOSP 2023), without locks.
+#[pyclass(frozen, weakref, module = "paged_kv", name = "KvCache")]
+pub(crate) struct KvCache {
+    cache: Arc<cache::KvCache>,
+    /// Layers of the model.
+    #[pyo3(get)]
+    num_layers: usize,
+    /// KV heads.
+    #[pyo3(get)]
+    num_kv_heads: usize,
+    /// Elements of a key of one head.
+    #[pyo3(get)]
+    head_dim: usize,
+    /// Elements of a value of one head.
+    #[pyo3(get)]
+    v_head_dim: usize,
+    /// Tokens of a page.
+    #[pyo3(get)]
+    page_size: usize,
+    /// Pages that can be handed out; a null page is not counted.
+    #[pyo3(get)]
+    num_pages: u32,
+    /// Name of the dtype in which keys and values are stored.
+    #[pyo3(get)]
+    dtype: &'static str,
+    /// Order of the axes of a page: ``"HND"`` or ``"NHD"``.
+    #[pyo3(get)]
+    layout: &'static str,
+    /// The window that :meth:`attend` uses where it is given none; -1 is off.
+    #[pyo3(get)]
+    window_left: i64,
+    /// Whether page 0 is kept back.
+    #[pyo3(get)]
+    null_page: bool,
+    /// Threads for attention.
+    #[pyo3(get)]
+    num_threads: usize,
+    /// ``"cpu"``.
+    #[pyo3(get)]
+    device: &'static str,
+}
+
+impl KvCache {
+    fn new(cache: cache::KvCache) -> Self {
+        let layout = *cache.layout();
+        Self {
+            num_layers: layout.num_layers,
+            num_kv_heads: layout.num_kv_heads,
+            head_dim: layout.head_dim,
+            v_head_dim: layout.v_head_dim,
+            page_size: layout.page_size,
+            num_pages: cache.pool().num_pages(),
+            dtype: layout.dtype.name(),
+            layout: layout.order.name(),
+            window_left: cache.window_left(),
+            null_page: cache.has_null_page(),
+            num_threads: cache.threads().num_threads(),
+            device: "cpu",
+            cache: Arc::new(cache),
+        }
+    }
+
+    fn pages(&self, layer: usize, which: Which, writable: bool) -> PyResult<Tensor> {
+        let (cache, order) = (Arc::clone(&self.cache), self.cache.layout().order);
+        let memory = Memory::of_pages(cache, order, writable, |cache| cache.pages(layer, which, writable))?;
+        Ok(Tensor::new(memory))
+    }
+}
+
+#[pymethods]
+impl KvCache {
+    #[new]
+    #[pyo3(signature = (*, num_layers, num_kv_heads=None, head_dim=None, v_head_dim=None, page_size=None,
+        page_bytes=None, num_pages=None, memory=None, dtype=None, layout="HND", window_left=-1, device=None,
+        storage=None, null_page=false, num_threads=None, huge_pages="auto", overcommit=false),
+        text_signature = "(*, num_layers, num_kv_heads=None, head_dim=None, v_head_dim=None, page_size=None, \
+        page_bytes=None, num_pages=None, memory=None, dtype=None, layout='HND', window_left=-1, device=None, \
+        storage=None, null_page=False, num_threads=None, huge_pages='auto', overcommit=False)")]
+    fn build(
+        py: Python<'_>,
+        num_layers: usize,
+        num_kv_heads: Option<usize>,
+        head_dim: Option<usize>,
+        v_head_dim: Option<usize>,
+        page_size: Option<usize>,
+        page_bytes: Option<usize>,
+        num_pages: Option<usize>,
+        memory: Option<&Bound<'_, PyAny>>,
+        dtype: Option<&Bound<'_, PyAny>>,
+        layout: &str,
+        window_left: i64,
+        device: Option<&Bound<'_, PyAny>>,
+        storage: Option<&Bound<'_, PyAny>>,
+        null_page: bool,
+        num_threads: Option<usize>,
+        huge_pages: &str,
+        overcommit: bool,
+    ) -> PyResult<Self> {
+        if let Some(device) = device.map(PyAnyMethods::str).transpose()?
+            && device != "cpu"
+        {
+            return Err(PyValueError::new_err(format!("device {device} is not supported: only cpu is")));
+        }
+        let order = layout.parse()?;
+        let sizes = Sizes {
+            num_layers,
+            num_kv_heads,
+            head_dim,
+            v_head_dim,
+            page_size,
+            page_bytes,
+            num_pages,
+            memory,
+            dtype,
+            order,
+            null_page,
+        };
+        let region = RegionOptions { huge_pages: huge_pages.parse()?, overcommit };
+        let rest = Rest { window_left, num_threads, region };
+        Ok(Self::new(build::cache(py, &sizes, &rest, storage)?))
+    }
+
+    /// The pool that pages come from, for those who keep tables of their own.
+    #[getter]
+    fn pool(&self) -> PagePool {
+        PagePool::new(Arc::clone(&self.cache))
+    }
+
+    /// A new sequence, without a token and without a page.
+    ///
+    /// Parameters
+    /// ----------
+    /// token_ids : array of int or sequence of int, optional
+    ///     The prompt. Its ids stay pending: batches take them in order, unless they are given
+    ///     `token_ids` of their own, which must be the same.
+    ///
+    /// Returns
+    /// -------
+    /// Sequence
+    ///     With ``len(sequence) == sequence.num_computed_tokens``, the tokens that need not be
+    ///     computed.
+    #[pyo3(signature = (token_ids=None))]
+    fn sequence(&self, token_ids: Option<&Bound<'_, PyAny>>) -> PyResult<Sequence> {
+        let token_ids: Vec<TokenId> = match token_ids {
+            Some(token_ids) => integers("token_ids", token_ids)?,
+            None => Vec::new(),
+        };
+        Ok(Sequence::new(self.cache.sequence(&token_ids), Arc::clone(&self.cache)))
+    }
+
+    /// One sequence per index, as beam search and continuous batching want it.
+    ///
+    /// Parameters
+    /// ----------
+    /// seqs : sequence of Sequence
+    ///     Sequences of this cache, each once.
+    /// indices : array of int or sequence of int
+    ///     Positions in `seqs`.
+    ///
+    /// Returns
+    /// -------
+    /// list of Sequence
+    ///     The first pick of a sequence is that very object, further picks are forks of it;
+    ///     sequences that nobody picks are freed. Takes no pages.
+    ///
+    /// Raises
+    /// ------
+    /// ValueError
+    ///     For an index out of range, or a sequence that is there twice or of another cache.
+    /// SequenceBusyError, SequenceFreedError
+    ///     Where one is being changed, or freed. Nothing is changed then.
+    fn reorder<'py>(
+        &self,
+        py: Python<'py>,
+        seqs: &Bound<'py, PyAny>,
+        indices: &Bound<'py, PyAny>,
+    ) -> PyResult<Vec<Bound<'py, Sequence>>> {
+        step::reorder(py, &self.cache, seqs, indices)
+    }
+
+    /// Opens a batch: reserves missing slots, copies shared tail pages, and takes a lease.
+    ///
+    /// Parameters
+    /// ----------
+    /// seqs : sequence of Sequence
+    ///     Sequences of this cache, each once.
+    /// num_new_tokens : int or array of int or sequence of int, optional
+    ///     Tokens that each sequence computes behind its computed ones: one number for all, or
+    ///     ``[B]``. All that are reserved if None; 0 only reads.
+    /// token_ids : array of int or sequence of int, optional
+    ///     ``[tokens]``: the ids of the new tokens, one sequence after another.
+    /// num_queries : int or array of int or sequence of int, optional
+    ///     Query rows of each sequence, where they are not the new tokens (cross-attention).
+    /// stream : None
+    ///     A cache in host memory has none.
+    ///
+    /// Returns
+    /// -------
+    /// Batch
+    ///     To use in a ``with`` block.
+    ///
+    /// Raises
+    /// ------
+    /// OutOfPagesError, NeverFitsError
+    ///     With the `index` of the first sequence that did not fit.
+    /// SequenceBusyError, SequenceFreedError
+    ///     Where sequences are being changed (`index`), or freed (`indices`).
+    /// ValueError
+    ///     For ids that contradict those given before, numbers that don't match, a sequence that is
+    ///     there twice or of another cache. Nothing is changed then.
+    #[pyo3(signature = (seqs, num_new_tokens=None, *, token_ids=None, num_queries=None, stream=None))]
+    fn batch(
+        &self,
+        py: Python<'_>,
+        seqs: &Bound<'_, PyAny>,
+        num_new_tokens: Option<&Bound<'_, PyAny>>,
+        token_ids: Option<&Bound<'_, PyAny>>,
+        num_queries: Option<&Bound<'_, PyAny>>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Batch> {
+        if stream.is_some() {
+            return Err(PyValueError::new_err("a cache in host memory has no stream"));
+        }
+        step::open(py, &self.cache, seqs, num_new_tokens, token_ids, num_queries)
+    }
+
+    /// Writes the new tokens' keys and values of one layer into their slots.
+    ///
+    /// Parameters
+    /// ----------
+    /// layer : int
+    ///     Which layer.
+    /// key : array
+    ///     ``[tokens, num_kv_heads, head_dim]``: numpy or DLPack in host memory, float32, float16 or
+    ///     bfloat16 (or its bits as uint16), last axis contiguous; converted to the cache's dtype.
+    /// value : array
+    ///     ``[tokens, num_kv_heads, v_head_dim]``.
+    /// batch : Batch or BatchView
+    ///     Says where the tokens lie.
+    ///
+    /// Raises
+    /// ------
+    /// LayoutError
+    ///     For shapes, strides, dtypes or devices that don't fit.
+    /// ValueError
+    ///     For a layer that is not there, or a batch that has ended. Nothing is written then.
+    fn write(
+        &self,
+        py: Python<'_>,
+        layer: usize,
+        key: &Bound<'_, PyAny>,
+        value: &Bound<'_, PyAny>,
+        batch: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        step::write(py, &self.cache, layer, [key, value], batch)
+    }
+
+    /// Attention of a batch's queries over the keys and values of one layer.
+    ///
+    /// Defined as in :func:`paged_attention`. A sequence's result does not depend on the rest of the
+    /// batch, to the bit.
+    ///
+    /// Parameters
+    /// ----------
+    /// layer : int
+    ///     Which layer.
+    /// query : array
+    ///     ``[tokens, num_heads, head_dim]``: numpy or DLPack in host memory, float32, float16 or
+    ///     bfloat16 (or its bits as uint16), last axis contiguous. `num_kv_heads` divides
+    ///     `num_heads`.
+    /// batch : Batch or BatchView
+    ///     Says whose keys each row sees.
+    /// scale, causal, logits_soft_cap, alibi_slopes, sinks, return_lse : optional
+    ///     As in :func:`paged_attention`.
+    /// window_left : int, optional
+    ///     Keys to the left of its own position that a query sees; -1 for all, the cache's if None.
+    /// out : array, optional
+    ///     ``[tokens, num_heads, v_head_dim]`` in the query's dtype: written and returned.
+    ///
+    /// Returns
+    /// -------
+    /// out : array
+    ///     ``[tokens, num_heads, v_head_dim]`` in the query's dtype: `out` if given, a numpy array
+    ///     for a numpy query, else a :class:`Tensor`.
+    /// lse : array
+    ///     float32 ``[tokens, num_heads]``, natural logarithm; only with `return_lse`.
+    ///
+    /// Raises
+    /// ------
+    /// LayoutError
+    ///     For shapes, strides, dtypes or devices that don't fit.
+    /// ValueError
+    ///     For options out of range, a layer that is not there, or a batch that has ended.
+    #[pyo3(signature = (layer, query, batch, *, scale=None, causal=true, window_left=None,
+        logits_soft_cap=0.0, alibi_slopes=None, sinks=None, return_lse=false, out=None))]
+    fn attend<'py>(
+        &self,
+        py: Python<'py>,
+        layer: usize,
+        query: &Bound<'py, PyAny>,
+        batch: &Bound<'py, PyAny>,
+        scale: Option<f32>,
+        causal: bool,
+        window_left: Option<i64>,
+        logits_soft_cap: f32,
+        alibi_slopes: Option<&Bound<'py, PyAny>>,
+        sinks: Option<&Bound<'py, PyAny>>,
+        return_lse: bool,
+        out: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let options =
+            StepOptions { scale, causal, window_left, logits_soft_cap, alibi_slopes, sinks, return_lse, out };
+        step::attend(py, &self.cache, layer, query, batch, &options)
+    }
+
+    /// Copies whole pages in every layer, in order: what :attr:`BatchView.copies` asks for.
+    ///
+    /// Parameters
+    /// ----------
+    /// copies : array of int or sequence of (int, int)
+    ///     ``[n, 2]``: source and destination of each copy.
+    ///
+    /// Raises
+    /// ------
+    /// InvalidPageError
+    ///     For a page outside the cache, the null page as destination, or a page copied to itself.
+    ///     Nothing is copied then.
+    fn copy_pages(&self, py: Python<'_>, copies: &Bound<'_, PyAny>) -> PyResult<()> {
+        let copies = parse_pairs("copies", copies)?;
+        Ok(py.detach(|| self.cache.copy_pages(&copies))?)
+    }
+
+    /// The keys of one layer where they lie, without a copy.
+    ///
+    /// Parameters
+    /// ----------
+    /// layer : int
+    ///     Which layer.
+    /// writable : bool
+    ///     Whether arrays made from it may be written. Then it is up to you that no page is written
+    ///     that others read. Others may write in any case: hold a batch on what you read.
+    ///
+    /// Returns
+    /// -------
+    /// Tensor
+    ///     ``[num_pages, num_kv_heads, page_size, head_dim]``, or
+    ///     ``[num_pages, page_size, num_kv_heads, head_dim]`` in the layout ``"NHD"``; a null page
+    ///     included. It keeps the memory alive, also without the cache.
+    ///
+    /// Raises
+    /// ------
+    /// ValueError, LayoutError
+    ///     For a layer that is not there, a cache without storage or over read-only arrays.
+    #[pyo3(signature = (layer, writable=false))]
+    fn key_pages(&self, layer: usize, writable: bool) -> PyResult<Tensor> {
+        self.pages(layer, Which::Key, writable)
+    }
+
+    /// The values of one layer where they lie; see :meth:`key_pages`.
+    #[pyo3(signature = (layer, writable=false))]
+    fn value_pages(&self, layer: usize, writable: bool) -> PyResult<Tensor> {
+        self.pages(layer, Which::Value, writable)
+    }
+
+    /// What the cache holds, in pages, tokens and bytes. Walks all tables.
+    ///
+    /// Parameters
+    /// ----------
+    /// detail : bool
+    ///     Whether to add a list with one entry per sequence.
+    ///
+    /// Returns
+    /// -------
+    /// dict
+    ///     ``total_pages``, the sum of ``free_pages``, ``live_pages``, ``cached_pages`` and
+    ///     ``deferred_pages`` (those that only open batches still hold); ``shared_pages`` (live,
+    ///     with more than one holder), ``copied_pages`` (on write, since the start), ``sequences``,
+    ///     ``tokens`` (computed, summed over sequences), ``stored_tokens`` (shared ones counted
+    ///     once), ``reserved_tokens``, ``total_bytes``, ``used_bytes``, and ``waste`` (0 to 1: the
+    ///     part of the sequences' slots without a computed token). Exact when nothing runs.
+    #[pyo3(signature = (detail=false))]
+    fn stats<'py>(&self, py: Python<'py>, detail: bool) -> PyResult<Bound<'py, PyDict>> {
+        let stats = py.detach(|| self.cache.stats(detail))?;
+        stats::dict(py, &stats, detail)
+    }
+
+    /// Checks every count against a walk of the tables. Needs rest.
+    ///
+    /// Raises
+    /// ------
+    /// CorruptionError
+    ///     Where something is wrong.
+    /// NotQuiescentError
+    ///     Where something ran meanwhile.
+    fn validate(&self, py: Python<'_>) -> PyResult<()> {
+        Ok(py.detach(|| self.cache.validate())?)
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "paged_kv.KvCache(num_layers={}, num_kv_heads={}, head_dim={}, page_size={}, num_pages={}, \
+             dtype={}, layout={})",
+            self.num_layers,
+            self.num_kv_heads,
+            self.head_dim,
+            self.page_size,
+            self.num_pages,
+            self.dtype,
+            self.layout
+        )
+    }
+}

@@ -1,0 +1,245 @@
+//! `paged_kv.Sequence`.
+
+#![expect(clippy::doc_markdown, reason = "docstrings are numpydoc, where names of arguments stand bare")]
+
+use std::sync::Arc;
+
+use numpy::PyArray1;
+use pyo3::prelude::*;
+use pyo3::types::PyString;
+
+use super::array::integers;
+use crate::cache::KvCache;
+use crate::ids::TokenId;
+use crate::table;
+
+/// The tokens of one request: their page table, and how many of them are computed.
+///
+/// Made by :meth:`KvCache.sequence`, :meth:`fork` and :meth:`KvCache.reorder`. Every method may be
+/// called from any thread; of two threads that change the same sequence one wins and the other gets
+/// :class:`SequenceBusyError` at once. A sequence that is garbage collected is freed.
+///
+/// ``len(sequence)`` counts the slots that are reserved, in tokens.
+#[pyclass(frozen, weakref, module = "paged_kv", name = "Sequence")]
+pub(crate) struct Sequence {
+    sequence: table::Sequence,
+    cache: Arc<KvCache>,
+}
+
+impl Sequence {
+    pub(super) fn new(sequence: table::Sequence, cache: Arc<KvCache>) -> Self {
+        Self { sequence, cache }
+    }
+
+    pub(super) fn inner(&self) -> &table::Sequence {
+        &self.sequence
+    }
+}
+
+#[pymethods]
+impl Sequence {
+    /// A number that no other sequence of this cache ever has.
+    #[getter]
+    fn id(&self) -> u64 {
+        self.sequence.id()
+    }
+
+    fn __len__(&self) -> PyResult<usize> {
+        Ok(self.sequence.len()? as usize)
+    }
+
+    /// Tokens written in all layers and committed: what forks and other leases see.
+    #[getter]
+    fn num_computed_tokens(&self) -> PyResult<u32> {
+        Ok(self.sequence.num_computed_tokens()?)
+    }
+
+    /// Whether :meth:`free` was called.
+    #[getter]
+    fn is_freed(&self) -> bool {
+        self.sequence.is_freed()
+    }
+
+    /// The physical pages in logical order, reserved ones too: int32 ``[pages]``, a copy.
+    #[getter]
+    fn block_table<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i32>>> {
+        Ok(PyArray1::from_vec(py, self.sequence.block_table()?))
+    }
+
+    /// Token ids that were given ahead and that no batch has computed yet: uint32, a copy.
+    #[getter]
+    fn pending_token_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u32>>> {
+        Ok(PyArray1::from_vec(py, self.sequence.pending_ids()?))
+    }
+
+    /// Reserves slots for `n` more tokens, ahead of a batch.
+    ///
+    /// Parameters
+    /// ----------
+    /// n : int
+    ///     Tokens to reserve slots for.
+    ///
+    /// Raises
+    /// ------
+    /// OutOfPagesError
+    ///     Where too few pages are available.
+    /// NeverFitsError
+    ///     Where the sequence would be larger than the pool.
+    /// SequenceBusyError, SequenceFreedError
+    ///     Where it is being changed, or freed. Nothing is changed then.
+    ///
+    /// Notes
+    /// -----
+    /// A tail page that others can see is copied first (copy-on-write), its computed tokens only.
+    fn append(&self, n: u32) -> PyResult<()> {
+        Ok(self.sequence.append(n)?)
+    }
+
+    /// :meth:`append` for tokens whose ids are known.
+    ///
+    /// Parameters
+    /// ----------
+    /// token_ids : array of int or sequence of int
+    ///     ``[n]``; batches take them in order unless they are given `token_ids` of their own, which
+    ///     must be the same.
+    fn extend(&self, token_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let token_ids: Vec<TokenId> = integers("token_ids", token_ids)?;
+        Ok(self.sequence.extend(&token_ids)?)
+    }
+
+    /// A new sequence with this one's computed tokens.
+    ///
+    /// All pages are shared; whichever of the two first writes into a shared page copies it.
+    /// Works while this sequence is being changed, and takes no page.
+    ///
+    /// Returns
+    /// -------
+    /// Sequence
+    ///     The child, independent of this one from now on.
+    ///
+    /// Raises
+    /// ------
+    /// SequenceFreedError
+    ///     Where this sequence was freed.
+    fn fork(&self) -> PyResult<Self> {
+        Ok(Self::new(self.sequence.fork()?, Arc::clone(&self.cache)))
+    }
+
+    /// Leaves the first `n` tokens.
+    ///
+    /// Parameters
+    /// ----------
+    /// n : int
+    ///     Tokens that stay. Who holds a lease on the others goes on seeing them.
+    ///
+    /// Raises
+    /// ------
+    /// ValueError
+    ///     Where there are fewer.
+    /// SequenceBusyError, SequenceFreedError
+    ///     Where it is being changed, or freed. Nothing is changed then.
+    fn truncate(&self, n: u32) -> PyResult<()> {
+        Ok(self.sequence.truncate(n)?)
+    }
+
+    /// Declares tokens computed that were written without a batch.
+    ///
+    /// Parameters
+    /// ----------
+    /// n : int, optional
+    ///     The new `num_computed_tokens`; ``len(sequence)`` if None.
+    ///
+    /// Raises
+    /// ------
+    /// ValueError
+    ///     Where `n` exceeds the length or is below what is computed.
+    /// SequenceBusyError, SequenceFreedError
+    ///     Where it is being changed, or freed. Nothing is changed then.
+    #[pyo3(signature = (n=None))]
+    fn commit(&self, n: Option<u32>) -> PyResult<()> {
+        Ok(self.sequence.commit(n)?)
+    }
+
+    /// Gives all pages back.
+    ///
+    /// Never fails and never waits; a second call does nothing. Pages that an open batch or another
+    /// sequence holds stay until they let go.
+    fn free(&self) {
+        self.sequence.free();
+    }
+
+    /// Address of one reserved token's key or value.
+    ///
+    /// Parameters
+    /// ----------
+    /// layer, position : int
+    ///     Which layer, and which token of this sequence.
+    /// which : {"key", "value"}
+    ///     Which of the two.
+    /// head : int
+    ///     Which KV head.
+    ///
+    /// Returns
+    /// -------
+    /// int
+    ///     The address of ``head_dim`` elements. It is this token's as long as a batch holds it.
+    ///
+    /// Raises
+    /// ------
+    /// ValueError
+    ///     Where `layer`, `position` or `head` is out of range.
+    /// LayoutError
+    ///     Where the cache has no storage.
+    #[pyo3(signature = (layer, position, which, *, head=0))]
+    fn physical_address(&self, layer: usize, position: u64, which: &str, head: usize) -> PyResult<usize> {
+        Ok(self.cache.physical_address(&self.sequence, layer, position, which.parse()?, head)?)
+    }
+
+    /// Translates an offset in this sequence's logical memory to one in a layer's physical memory.
+    ///
+    /// Parameters
+    /// ----------
+    /// byte_offset : int
+    ///     Into the sequence's pages one after another, keys and values of one layer in each.
+    ///
+    /// Returns
+    /// -------
+    /// int
+    ///     Into the layer's pages.
+    ///
+    /// Raises
+    /// ------
+    /// ValueError
+    ///     Where the offset lies beyond the sequence's pages.
+    fn physical_offset(&self, byte_offset: u64) -> PyResult<u64> {
+        Ok(self.cache.physical_offset(&self.sequence, byte_offset)?)
+    }
+
+    /// Asks the processor to fetch this sequence's computed pages into its cache.
+    ///
+    /// Parameters
+    /// ----------
+    /// max_bytes : int
+    ///     At most so many bytes, first layer first; more than the processor's cache holds is of no
+    ///     use.
+    ///
+    /// Returns
+    /// -------
+    /// int
+    ///     Bytes asked for. Nothing is changed.
+    #[pyo3(signature = (*, max_bytes=1 << 20), text_signature = "($self, *, max_bytes=1048576)")]
+    fn prefetch(&self, py: Python<'_>, max_bytes: usize) -> PyResult<usize> {
+        Ok(py.detach(|| self.cache.prefetch(&self.sequence, max_bytes))?)
+    }
+
+    fn __repr__<'py>(&self, py: Python<'py>) -> Bound<'py, PyString> {
+        let id = self.sequence.id();
+        let text = match (self.sequence.len(), self.sequence.num_computed_tokens()) {
+            (Ok(len), Ok(computed)) => {
+                format!("paged_kv.Sequence(id={id}, len={len}, num_computed_tokens={computed})")
+            }
+            _ => format!("paged_kv.Sequence(id={id}, freed)"),
+        };
+        PyString::new(py, &text)
+    }
+}

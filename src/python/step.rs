@@ -1,0 +1,128 @@
+//! A step of many sequences: picking them, opening a batch, writing and attending.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+
+use super::arguments::{BatchArgument, Counts, inner, sequences};
+use super::array::{Array, Output, integers};
+use super::batch::Batch;
+use super::functions::lse_buffer;
+use super::sequence::Sequence;
+use crate::attention::AttentionOptions;
+use crate::cache::KvCache;
+use crate::ids::TokenId;
+use crate::layout::Which;
+use crate::table::{NewTokens, Pick};
+
+/// See `KvCache.batch`.
+pub(super) fn open(
+    py: Python<'_>,
+    cache: &Arc<KvCache>,
+    seqs: &Bound<'_, PyAny>,
+    num_new_tokens: Option<&Bound<'_, PyAny>>,
+    token_ids: Option<&Bound<'_, PyAny>>,
+    num_queries: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Batch> {
+    let seqs = sequences(seqs)?;
+    let new_tokens = num_new_tokens.map(|n| Counts::parse("num_new_tokens", n)).transpose()?;
+    let queries = num_queries.map(|n| Counts::parse("num_queries", n)).transpose()?;
+    let token_ids = token_ids.map(|ids| integers::<TokenId>("token_ids", ids)).transpose()?;
+    let inner = inner(&seqs);
+    // Without the GIL, since copying shared pages takes time.
+    let batch = py.detach(|| {
+        cache.batch(
+            &inner,
+            new_tokens.as_ref().map_or(NewTokens::Reserved, Counts::borrow),
+            token_ids.as_deref(),
+            queries.as_ref().map(Counts::borrow),
+        )
+    })?;
+    Ok(Batch::new(batch, Arc::clone(cache)))
+}
+
+/// See `KvCache.reorder`.
+pub(super) fn reorder<'py>(
+    py: Python<'py>,
+    cache: &Arc<KvCache>,
+    seqs: &Bound<'py, PyAny>,
+    indices: &Bound<'py, PyAny>,
+) -> PyResult<Vec<Bound<'py, Sequence>>> {
+    let seqs = sequences(seqs)?;
+    let indices: Vec<usize> =
+        integers::<u64>("indices", indices)?.into_iter().map(|index| index as usize).collect();
+    let object = |pick| match pick {
+        Pick::Moved(index) => Ok(seqs[index].clone()),
+        Pick::Forked(fork) => Bound::new(py, Sequence::new(fork, Arc::clone(cache))),
+    };
+    cache.reorder(&inner(&seqs), &indices)?.into_iter().map(object).collect()
+}
+
+/// The options of `KvCache.attend`, as they came.
+pub(super) struct StepOptions<'a, 'py> {
+    pub(super) scale: Option<f32>,
+    pub(super) causal: bool,
+    pub(super) window_left: Option<i64>,
+    pub(super) logits_soft_cap: f32,
+    pub(super) alibi_slopes: Option<&'a Bound<'py, PyAny>>,
+    pub(super) sinks: Option<&'a Bound<'py, PyAny>>,
+    pub(super) return_lse: bool,
+    pub(super) out: Option<&'a Bound<'py, PyAny>>,
+}
+
+/// `rows`: key and value.
+pub(super) fn write(
+    py: Python<'_>,
+    cache: &KvCache,
+    layer: usize,
+    rows: [&Bound<'_, PyAny>; 2],
+    batch: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let batch = BatchArgument::try_from(batch)?;
+    let (key, value) = (Array::new("key", rows[0])?, Array::new("value", rows[1])?);
+    for which in [Which::Key, Which::Value] {
+        let pages = cache.pages(layer, which, false)?;
+        key.check_outside(&pages)?;
+        value.check_outside(&pages)?;
+    }
+    let (key, value, step) = (key.rows()?, value.rows()?, batch.step());
+    Ok(py.detach(|| cache.write(layer, key, value, step))?)
+}
+
+pub(super) fn attend<'py>(
+    py: Python<'py>,
+    cache: &KvCache,
+    layer: usize,
+    query: &Bound<'py, PyAny>,
+    batch: &Bound<'py, PyAny>,
+    options: &StepOptions<'_, 'py>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let batch = BatchArgument::try_from(batch)?;
+    let query = Array::new("query", query)?;
+    let slopes =
+        Array::optional("alibi_slopes", options.alibi_slopes)?.map(|array| array.floats()).transpose()?;
+    let sinks = Array::optional("sinks", options.sinks)?.map(|array| array.floats()).transpose()?;
+    let attention = AttentionOptions {
+        scale: options.scale,
+        causal: options.causal,
+        window_left: options.window_left.unwrap_or_else(|| cache.window_left()),
+        logits_soft_cap: options.logits_soft_cap,
+        alibi_slopes: slopes.as_deref(),
+        sinks: sinks.as_deref(),
+        isa: None,
+    };
+    let rows = query.rows()?;
+    let [tokens, num_heads, _] = rows.shape();
+    let shape = [tokens, num_heads, cache.layout().v_head_dim];
+    let mut output = Output::rows(&query, shape, options.out, &[&query])?;
+    if options.out.is_some() {
+        for which in [Which::Key, Which::Value] {
+            output.check_outside(&cache.pages(layer, which, false)?)?;
+        }
+    }
+    let mut lse = lse_buffer(options.return_lse, tokens, num_heads)?;
+    let mut out_rows = output.rows_mut()?;
+    let step = batch.step();
+    py.detach(|| cache.attend(layer, rows, step, &attention, &mut out_rows, lse.as_deref_mut()))?;
+    output.into_objects(py, &query.kind(), lse, [tokens, num_heads])
+}
