@@ -6,6 +6,9 @@ use std::ops::Range;
 use super::simd::{Job, Simd, Stored};
 use super::tile::TILE;
 
+/// Bytes that memory moves together.
+const CACHE_LINE: usize = 64;
+
 /// Where the tokens of a tile lie: token `i` of the tile at `base + offsets[i]` bytes.
 #[derive(Clone, Copy)]
 pub(super) struct Tokens<'a, T> {
@@ -22,6 +25,14 @@ impl<T> Tokens<'_, T> {
     pub(super) fn at(&self, token: usize) -> *const T {
         self.base.wrapping_add(self.offsets[token]).cast()
     }
+
+    /// Asks for the cache lines of a token's elements `from..to`.
+    #[inline(always)]
+    fn prefetch<S: Simd>(&self, simd: S, token: usize, from: usize, to: usize) {
+        for element in (from..to).step_by(CACHE_LINE / size_of::<T>()) {
+            simd.prefetch(self.at(token).wrapping_add(element).cast());
+        }
+    }
 }
 
 /// `scores[r][k] = Σ query[r][d] · key[k][d]` for `R` rows and (at least) the keys `seen`.
@@ -37,6 +48,8 @@ pub(super) struct Score<'a, T, const R: usize> {
     /// `[R, dim]`.
     pub(super) query: *const f32,
     pub(super) keys: Tokens<'a, T>,
+    /// What will be asked for after this.
+    pub(super) next: Option<Tokens<'a, T>>,
     pub(super) seen: Range<usize>,
     pub(super) dim: usize,
     /// `[R, TILE]`.
@@ -49,29 +62,27 @@ impl<S: Simd, T: Stored, const R: usize> Job<S> for Score<'_, T, R> {
     #[inline(always)]
     unsafe fn run(self, simd: S) {
         for key in (self.seen.start / 4 * 4..self.seen.end).step_by(4) {
-            // SAFETY: the caller's promise; `R` rows in blocks of at most `DOT_ROWS`, one after the
-            // other, and four keys from a multiple of 4 inside the tile.
-            unsafe {
-                match S::DOT_ROWS.min(R) {
-                    1 => (0..R).for_each(|r| self.dots::<S, 1>(simd, r, key)),
-                    2 => {
-                        for r in (0..R / 2 * 2).step_by(2) {
-                            self.dots::<S, 2>(simd, r, key);
-                        }
-                        if R % 2 == 1 {
-                            self.dots::<S, 1>(simd, R - 1, key);
-                        }
-                    }
-                    3 => {
-                        for r in (0..R / 3 * 3).step_by(3) {
-                            self.dots::<S, 3>(simd, r, key);
-                        }
-                        for r in R / 3 * 3..R {
-                            self.dots::<S, 1>(simd, r, key);
-                        }
-                    }
-                    _ => self.dots::<S, R>(simd, 0, key),
+            if let Some(next) = &self.next {
+                for token in key..key + 4 {
+                    next.prefetch(simd, token, 0, self.dim);
                 }
+            }
+            // Blocks of at most `DOT_ROWS` rows, as equal as can be.
+            let rows = R.div_ceil(R.div_ceil(S::DOT_ROWS));
+            let mut row = 0;
+            while row < R {
+                let count = rows.min(R - row);
+                // SAFETY: the caller's promise; so many rows are left, and four keys from a
+                // multiple of 4 lie inside the tile.
+                unsafe {
+                    match count {
+                        1 => self.dots::<S, 1>(simd, row, key),
+                        2 => self.dots::<S, 2>(simd, row, key),
+                        3 => self.dots::<S, 3>(simd, row, key),
+                        _ => self.dots::<S, 4>(simd, row, key),
+                    }
+                }
+                row += count;
             }
         }
     }
@@ -124,6 +135,8 @@ pub(super) struct Gather<'a, T, const R: usize> {
     /// `[R, TILE]`.
     pub(super) weights: *const f32,
     pub(super) values: Tokens<'a, T>,
+    /// What will be asked for after this.
+    pub(super) next: Option<Tokens<'a, T>>,
     pub(super) seen: Range<usize>,
     pub(super) dim: usize,
     /// `[R, dim]`.
@@ -136,6 +149,7 @@ impl<S: Simd, T: Stored, const R: usize> Job<S> for Gather<'_, T, R> {
     #[inline(always)]
     unsafe fn run(self, simd: S) {
         let vectors = self.dim / S::LANES;
+        // As many sums as registers hold beside weights and values.
         let most = if R > 3 { 2 } else { 4 };
         let mut vector = 0;
         while vector < vectors {
@@ -168,17 +182,36 @@ impl<T: Stored, const R: usize> Gather<'_, T, R> {
             }
         }
         for token in self.seen.clone() {
-            let value = self.values.at(token);
-            let mut v = [simd.splat(0.0); C];
-            for (c, v) in v.iter_mut().enumerate() {
-                // SAFETY: the caller's promise for this token's value.
-                *v = unsafe { T::load(simd, value.add(column + c * S::LANES)) };
+            if let Some(next) = &self.next {
+                next.prefetch(simd, token, column, column + C * S::LANES);
             }
-            for (r, sums) in sums.iter_mut().enumerate() {
-                // SAFETY: the caller's promise for `weights`.
-                let weight = simd.splat(unsafe { *self.weights.add(r * TILE + token) });
-                for (sum, &v) in sums.iter_mut().zip(&v) {
-                    *sum = simd.mul_add(weight, v, *sum);
+            let value = self.values.at(token).wrapping_add(column);
+            // What there is less of is held in registers while the other streams by.
+            if R <= C {
+                let mut weights = [simd.splat(0.0); R];
+                for (r, weight) in weights.iter_mut().enumerate() {
+                    // SAFETY: the caller's promise for `weights`.
+                    *weight = simd.splat(unsafe { *self.weights.add(r * TILE + token) });
+                }
+                for c in 0..C {
+                    // SAFETY: the caller's promise for this token's value.
+                    let v = unsafe { T::load(simd, value.add(c * S::LANES)) };
+                    for (sums, &weight) in sums.iter_mut().zip(&weights) {
+                        sums[c] = simd.mul_add(weight, v, sums[c]);
+                    }
+                }
+            } else {
+                let mut v = [simd.splat(0.0); C];
+                for (c, v) in v.iter_mut().enumerate() {
+                    // SAFETY: the caller's promise for this token's value.
+                    *v = unsafe { T::load(simd, value.add(c * S::LANES)) };
+                }
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    // SAFETY: the caller's promise for `weights`.
+                    let weight = simd.splat(unsafe { *self.weights.add(r * TILE + token) });
+                    for (sum, &v) in sums.iter_mut().zip(&v) {
+                        *sum = simd.mul_add(weight, v, *sum);
+                    }
                 }
             }
         }

@@ -205,34 +205,34 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
     }
 
     fn run(mut self) -> State {
-        let kv_heads = self.call.key_pages.layout().num_heads;
-        let tiles = self.keys.start / TILE..self.keys.end.div_ceil(TILE);
         if self.keys.is_empty() {
             return self.state;
         }
-        if size_of_val(&*self.state.acc) <= SUMS_NEAR {
-            for tile in tiles {
-                for kv_head in 0..kv_heads {
-                    self.tile(tile, kv_head);
-                }
-            }
-        } else {
-            for kv_head in 0..kv_heads {
-                for tile in tiles.clone() {
-                    self.tile(tile, kv_head);
-                }
-            }
+        let kv_heads = self.call.key_pages.layout().num_heads;
+        let tiles = self.keys.start / TILE..self.keys.end.div_ceil(TILE);
+        let steps = tiles.len() * kv_heads;
+        let by_page = size_of_val(&*self.state.acc) <= SUMS_NEAR;
+        let step = |i: usize| {
+            let (tile, kv_head) =
+                if by_page { (i / kv_heads, i % kv_heads) } else { (i % tiles.len(), i / tiles.len()) };
+            (tiles.start + tile, kv_head)
+        };
+        for i in 0..steps {
+            self.tile(step(i), (i + 1 < steps).then(|| step(i + 1)));
         }
         self.state
     }
 
     /// All rows of one KV head over one tile.
-    fn tile(&mut self, tile: usize, kv_head: usize) {
-        let (call, here) = (self.call, tile * TILE % SPLIT);
-        let (keys, values) = (
-            tokens::<T>(&call.key_pages, kv_head, &self.key_offsets, here),
-            tokens::<T>(&call.value_pages, kv_head, &self.value_offsets, here),
-        );
+    fn tile(&mut self, (tile, kv_head): (usize, usize), next: Option<(usize, usize)>) {
+        let call = self.call;
+        let place = |(tile, kv_head)| {
+            (
+                tokens::<T>(&call.key_pages, kv_head, &self.key_offsets, tile),
+                tokens::<T>(&call.value_pages, kv_head, &self.value_offsets, tile),
+            )
+        };
+        let (here, next) = (place((tile, kv_head)), next.map(place));
         let rows = self.group * self.block.num_queries;
         let mut rows_of_head = Tile {
             simd: self.simd,
@@ -252,8 +252,8 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
             let dims = (call.key_pages.layout().head_dim, call.value_pages.layout().head_dim);
             // SAFETY: offsets name slots of the pools, checked in `locate`, of these dims.
             unsafe {
-                self.simd.call(Widen { tokens: keys, dim: dims.0, into: &mut wide.keys });
-                self.simd.call(Widen { tokens: values, dim: dims.1, into: &mut wide.values });
+                self.simd.call(Widen { tokens: here.0, dim: dims.0, into: &mut wide.keys });
+                self.simd.call(Widen { tokens: here.1, dim: dims.1, into: &mut wide.values });
             }
             let wide_tokens = |buffer: &Vec<f32>, offsets| Tokens::<f32> {
                 base: buffer.as_ptr().cast(),
@@ -263,21 +263,22 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
             let keys = wide_tokens(&wide.keys, &wide.key_offsets);
             let values = wide_tokens(&wide.values, &wide.value_offsets);
             // SAFETY: the buffers hold a tile of `key_dim` and `value_dim` each.
-            unsafe { rows_of_head.attend(keys, values) }
+            unsafe { rows_of_head.attend((keys, values), None) }
         } else {
             // SAFETY: as for `Widen`; the dims are whole vectors here.
-            unsafe { rows_of_head.attend(keys, values) }
+            unsafe { rows_of_head.attend(here, next) }
         }
     }
 }
 
-/// The tile at place `here` of a split, in one head.
+/// One tile's keys, or values, in one head.
 fn tokens<'a, T>(
     pages: &PagesView,
     kv_head: usize,
     offsets: &'a [usize; SPLIT],
-    here: usize,
+    tile: usize,
 ) -> Tokens<'a, T> {
     let (tiles, _) = offsets.as_chunks();
-    Tokens { base: pages.slot(0, kv_head, 0), offsets: &tiles[here / TILE], stored: PhantomData }
+    let offsets = &tiles[tile % tiles.len()];
+    Tokens { base: pages.slot(0, kv_head, 0), offsets, stored: PhantomData }
 }

@@ -107,4 +107,6 @@ impl Simd for Scalar {
         // SAFETY: the caller's promise.
         unsafe { to.cast::<[f32; 4]>().write_unaligned(a) }
     }
+    #[inline(always)]
+    fn prefetch(self, _address: *const u8) {}
 }

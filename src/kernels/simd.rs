@@ -80,6 +80,8 @@ pub(super) trait Simd: Copy + Send + Sync {
     /// # Safety
     /// - `to` is valid for writes of 4 elements; any alignment.
     unsafe fn sum_four(self, to: *mut f32, a: [Self::F32; 4]);
+    /// Asks for the cache line at an address, which need not be valid.
+    fn prefetch(self, address: *const u8);
 }
 
 /// A piece of work large enough for a function of its own.

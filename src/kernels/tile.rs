@@ -1,5 +1,7 @@
 //! One tile of keys and values, all rows of the KV head they belong to.
 
+use std::ops::Range;
+
 use super::blocks::{Gather, Score, Tokens};
 use super::flash::{Block, Call};
 use super::simd::{Simd, Stored};
@@ -8,7 +10,10 @@ use super::softmax::{Logit, Weigh};
 /// Keys whose dot products are turned into weights together.
 pub(super) const TILE: usize = 64;
 /// Rows of queries that go through a tile together.
-pub(super) const ROWS: usize = 4;
+pub(super) const ROWS: usize = 6;
+
+/// Keys and values of one tile.
+pub(super) type Pair<'a, T> = (Tokens<'a, T>, Tokens<'a, T>);
 
 /// The rows of one KV head on their way through one tile.
 pub(super) struct Tile<'a, S> {
@@ -33,17 +38,23 @@ pub(super) struct Tile<'a, S> {
 
 impl<S: Simd> Tile<'_, S> {
     /// # Safety
-    /// - Every token of `keys` and `values` is valid for reads of `key_dim` and `value_dim`.
-    pub(super) unsafe fn attend<T: Stored>(&mut self, keys: Tokens<T>, values: Tokens<T>) {
+    /// - Every token of `tokens` is valid for reads of `key_dim` and `value_dim`.
+    pub(super) unsafe fn attend<T: Stored>(&mut self, tokens: Pair<T>, mut next: Option<Pair<T>>) {
         let rows = self.max.len();
-        for row in (0..rows).step_by(ROWS) {
+        // At most ROWS at once, as equally as can be.
+        let count = rows.div_ceil(rows.div_ceil(ROWS));
+        for row in (0..rows).step_by(count) {
+            // The first rows ask for what comes after this tile.
+            let next = next.take();
             // SAFETY: the caller's promise; so many rows are left.
             unsafe {
-                match rows - row {
-                    1 => self.some_rows::<T, 1>(row, keys, values),
-                    2 => self.some_rows::<T, 2>(row, keys, values),
-                    3 => self.some_rows::<T, 3>(row, keys, values),
-                    _ => self.some_rows::<T, ROWS>(row, keys, values),
+                match count.min(rows - row) {
+                    1 => self.some_rows::<T, 1>(row, tokens, next),
+                    2 => self.some_rows::<T, 2>(row, tokens, next),
+                    3 => self.some_rows::<T, 3>(row, tokens, next),
+                    4 => self.some_rows::<T, 4>(row, tokens, next),
+                    5 => self.some_rows::<T, 5>(row, tokens, next),
+                    _ => self.some_rows::<T, ROWS>(row, tokens, next),
                 }
             }
         }
@@ -56,8 +67,8 @@ impl<S: Simd> Tile<'_, S> {
     unsafe fn some_rows<T: Stored, const R: usize>(
         &mut self,
         row: usize,
-        keys: Tokens<T>,
-        values: Tokens<T>,
+        (keys, values): Pair<T>,
+        next: Option<Pair<T>>,
     ) {
         let seen: [(usize, usize); R] = std::array::from_fn(|r| self.seen(row + r));
         // Both ends grow with the row, so these are the first and last tokens that any row sees.
@@ -70,6 +81,7 @@ impl<S: Simd> Tile<'_, S> {
         let score = Score::<T, R> {
             query: query.as_ptr(),
             keys,
+            next: next.map(|(keys, _)| keys),
             seen: first..end,
             dim: self.key_dim,
             scores: scores.as_mut_ptr().cast(),
@@ -87,11 +99,12 @@ impl<S: Simd> Tile<'_, S> {
         // SAFETY: the caller's promise for the values.
         unsafe {
             for (r, &(first, end)) in seen.iter().enumerate() {
-                self.gather(row + r, &scores[r..=r], values, first, end.min(together.start));
+                self.gather(row + r, &scores[r..=r], values, None, first..end.min(together.start));
             }
-            self.gather(row, &scores, values, together.start, together.end);
+            let next = next.map(|(_, values)| values);
+            self.gather(row, &scores, values, next, together.clone());
             for (r, &(first, end)) in seen.iter().enumerate() {
-                self.gather(row + r, &scores[r..=r], values, first.max(together.end), end);
+                self.gather(row + r, &scores[r..=r], values, None, first.max(together.end)..end);
             }
         }
     }
@@ -127,31 +140,33 @@ impl<S: Simd> Tile<'_, S> {
         unsafe { self.simd.call(weigh) }
     }
 
-    /// Adds the weighted values of tokens `first..end` to as many rows as there are weights.
+    /// Adds the weighted values of the tokens `seen` to as many rows as there are weights.
     ///
     /// # Safety
-    /// - The values of `first..end` are valid for reads of `value_dim`.
+    /// - The values of `seen` are valid for reads of `value_dim`.
     unsafe fn gather<T: Stored>(
         &mut self,
         row: usize,
         weights: &[[f32; TILE]],
         values: Tokens<T>,
-        first: usize,
-        end: usize,
+        next: Option<Tokens<T>>,
+        seen: Range<usize>,
     ) {
-        if first >= end {
+        if seen.is_empty() {
             return;
         }
         let dim = self.value_dim;
         let acc = self.acc[row * dim..][..weights.len() * dim].as_mut_ptr();
-        let (seen, weights, rows) = (first..end, weights.as_ptr().cast(), weights.len());
+        let (weights, rows) = (weights.as_ptr().cast(), weights.len());
         // SAFETY: `weights` and `acc` have so many rows; the caller's promise for the values.
         unsafe {
             match rows {
-                1 => self.simd.call(Gather::<T, 1> { weights, values, seen, dim, acc }),
-                2 => self.simd.call(Gather::<T, 2> { weights, values, seen, dim, acc }),
-                3 => self.simd.call(Gather::<T, 3> { weights, values, seen, dim, acc }),
-                _ => self.simd.call(Gather::<T, ROWS> { weights, values, seen, dim, acc }),
+                1 => self.simd.call(Gather::<T, 1> { weights, values, next, seen, dim, acc }),
+                2 => self.simd.call(Gather::<T, 2> { weights, values, next, seen, dim, acc }),
+                3 => self.simd.call(Gather::<T, 3> { weights, values, next, seen, dim, acc }),
+                4 => self.simd.call(Gather::<T, 4> { weights, values, next, seen, dim, acc }),
+                5 => self.simd.call(Gather::<T, 5> { weights, values, next, seen, dim, acc }),
+                _ => self.simd.call(Gather::<T, ROWS> { weights, values, next, seen, dim, acc }),
             }
         }
     }
