@@ -10,6 +10,7 @@
 //! `cargo bench --bench attention -- decode` runs one group; `PAGED_KV_BENCH_THREADS=1` sets threads.
 
 #![expect(unsafe_code, reason = "views of the memory to be read")]
+#![expect(clippy::cast_ptr_alignment, reason = "a region starts at a multiple of 4096")]
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -20,7 +21,7 @@ use criterion::{
 use paged_kv::attention::{AttentionOptions, BatchTables, ThreadPool, paged_attention};
 use paged_kv::dtype::DType;
 use paged_kv::layout::{CacheLayout, PageOrder, Which};
-use paged_kv::storage::{PagesView, RowsView, RowsViewMut};
+use paged_kv::storage::{PagesView, Region, RegionOptions, RowsView, RowsViewMut};
 use rayon::prelude::*;
 
 /// Bytes of keys and values that a case rotates through, so that no cache holds them.
@@ -46,11 +47,19 @@ struct Case {
     page_size: usize,
 }
 
+/// Memory such as a cache has, every word of it written.
+fn filled(bytes: usize, word: u32) -> Region {
+    let region = Region::map(bytes, RegionOptions::default()).unwrap();
+    // SAFETY: the region is valid for writes of `bytes`, aligned, and nobody else has it yet.
+    unsafe { std::slice::from_raw_parts_mut(region.base().cast::<u32>(), bytes / 4) }.fill(word);
+    region
+}
+
 /// Memory, tables and arrays of a case; `copies` batches lie behind each other.
 struct Prepared {
     case: Case,
     layout: CacheLayout,
-    memory: Vec<u32>,
+    memory: Region,
     tables: Vec<Vec<i32>>,
     query: Vec<u32>,
     out: Vec<u32>,
@@ -88,7 +97,7 @@ impl Prepared {
         Self {
             case,
             layout,
-            memory: vec![half; layout.layer_bytes().unwrap() / 4],
+            memory: filled(layout.layer_bytes().unwrap(), half),
             tables: (0..copies).map(table).collect(),
             query: vec![0; rows],
             out: vec![0; rows],
@@ -102,7 +111,7 @@ impl Prepared {
         let Case { batch, queries, num_heads, head_dim, query_dtype, len, page_size, .. } = self.case;
         let shape = [batch * queries, num_heads, head_dim];
         let strides = [(num_heads * head_dim) as isize, head_dim as isize];
-        let base = self.memory.as_mut_ptr().cast::<u8>();
+        let base = self.memory.base();
         let value_base = base.wrapping_add(self.layout.value_offset() * self.layout.dtype.size());
         // SAFETY: the layout sized `memory`, `shape` sized the rows (at four bytes an element).
         let (key_pages, value_pages, query, mut out) = unsafe {
@@ -228,10 +237,12 @@ const fn case(
 fn decode(criterion: &mut Criterion) {
     let (pool, plain) = pools();
     let mut group = settings(criterion, "decode");
-    let memory = vec![1_u32; ROTATED / 4];
+    let memory = filled(ROTATED, 1);
+    // SAFETY: written above, and by nobody from here on.
+    let words = unsafe { std::slice::from_raw_parts(memory.base().cast::<u32>(), ROTATED / 4) };
     group.throughput(Throughput::Bytes(ROTATED as u64));
     let seconds = bench(&mut group, "limit: read 1 GiB", || {
-        black_box(read_all(&memory, &plain));
+        black_box(read_all(words, &plain));
     });
     drop(memory);
     let limit = ROTATED as f64 / seconds / 1e9;
