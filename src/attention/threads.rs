@@ -13,6 +13,9 @@ pub struct ThreadPool {
     pool: Option<rayon::ThreadPool>,
 }
 
+/// More threads than the largest machines have cores: a mistake that would bring this one down.
+const MOST_THREADS: usize = 1024;
+
 /// Below this many multiply-adds (some 20 microseconds of one core) waking threads costs more than
 /// it saves, and the caller's thread does the work.
 const WORTH_WAKING: u64 = 400_000;
@@ -22,19 +25,21 @@ impl ThreadPool {
     /// thread means the caller's: none is started.
     ///
     /// # Errors
-    /// [`Error::Value`] for 0 threads or where the system refuses to start them.
+    /// [`Error::Value`] for 0 or more than 1024 threads, or where the system refuses to start them.
     pub fn new(num_threads: Option<usize>) -> Result<Self> {
-        let available = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let available = || std::thread::available_parallelism().map_or(1, |n| n.get().min(MOST_THREADS));
         let pool = match num_threads.unwrap_or_else(available) {
-            0 => return Err(Error::Value("num_threads must be at least 1, not 0".into())),
             1 => None,
-            n => Some(
+            n @ 2..=MOST_THREADS => Some(
                 rayon::ThreadPoolBuilder::new()
                     .num_threads(n)
                     .thread_name(|i| format!("paged-kv-{i}"))
                     .build()
                     .map_err(|e| Error::Value(format!("cannot start {n} threads: {e}")))?,
             ),
+            n => {
+                return Err(Error::Value(format!("num_threads must be 1 to {MOST_THREADS}, not {n}")));
+            }
         };
         Ok(Self { pool })
     }

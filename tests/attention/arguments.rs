@@ -218,8 +218,10 @@ fn an_empty_batch_is_fine() {
 }
 
 #[test]
-fn a_pool_has_at_least_one_thread() {
-    assert!(matches!(ThreadPool::new(Some(0)), Err(Error::Value(_))));
+fn a_pool_has_a_sane_number_of_threads() {
+    for bad in [0, 1025, 65_536, usize::MAX] {
+        assert!(matches!(ThreadPool::new(Some(bad)), Err(Error::Value(_))), "{bad}");
+    }
     assert_eq!(ThreadPool::new(Some(1)).unwrap().num_threads(), 1);
     assert_eq!(ThreadPool::new(Some(3)).unwrap().num_threads(), 3);
     assert!(ThreadPool::new(None).unwrap().num_threads() >= 1);
