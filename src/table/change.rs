@@ -126,13 +126,6 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
             }
         }
         let copies = self.draft_copies(changes, &pages)?;
-        if !copies.is_empty() {
-            if let Some(copier) = &self.copier {
-                copier.copy(&copies);
-            }
-            // Relaxed: a statistic.
-            self.copied.fetch_add(copies.len() as u64, Ordering::Relaxed);
-        }
         let mut pages = pages.into_iter();
         for change in changes.iter().filter(|change| change.need > 0) {
             let version = self.versions.get(change.next_version());
@@ -142,7 +135,28 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
             }
             own.for_each(|page| self.push(version, page));
         }
+        self.carry_out(changes, &copies);
         Ok(copies)
+    }
+
+    /// Has the copies made. A copier that panics leaves the change undone (invariant I12).
+    fn carry_out(&self, changes: &mut [Change], copies: &[PageCopy]) {
+        struct Undo<'a, const LEAF: usize, const SHARDS: usize>(&'a Tables<LEAF, SHARDS>, &'a mut [Change]);
+        impl<const LEAF: usize, const SHARDS: usize> Drop for Undo<'_, LEAF, SHARDS> {
+            fn drop(&mut self) {
+                self.1.iter_mut().filter(|change| change.hold == Hold::Claim).for_each(|c| self.0.undo(c));
+            }
+        }
+        if copies.is_empty() {
+            return;
+        }
+        if let Some(copier) = &self.copier {
+            let undo = Undo(self, changes);
+            copier.copy(copies);
+            std::mem::forget(undo);
+        }
+        // Relaxed: a statistic.
+        self.copied.fetch_add(copies.len() as u64, Ordering::Relaxed);
     }
 
     /// Works out what each change needs; returns the sum.
@@ -150,16 +164,17 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         let mut sum = 0;
         for change in changes {
             change.need = self.pages_for(change.target).saturating_sub(change.num_pages);
-            change.copies = false;
-            let (index, offset) = self.page_size.locate(change.computed);
-            if cow && offset != 0 && change.target > change.computed {
-                let page = self.page(self.versions.get(change.version), index);
-                change.copies = self.pool.is_shared(page);
-                change.need += u32::from(change.copies);
-            }
+            change.copies = cow && change.target > change.computed && self.must_copy(change);
+            change.need += u32::from(change.copies);
             sum += u64::from(change.need);
         }
         sum
+    }
+
+    /// Whether the next token's slot lies in a page that somebody else may see.
+    pub(super) fn must_copy(&self, change: &Change) -> bool {
+        let (index, offset) = self.page_size.locate(change.computed);
+        offset != 0 && self.pool.is_shared(self.page(self.versions.get(change.version), index))
     }
 
     /// Makes the drafts; on failure drops them and gives all pages back.
@@ -228,8 +243,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         let version = self.versions.get(draft);
         version.set_role(Role::Head);
         slot.set_head(draft, version.generation());
-        self.versions.get(old).set_role(Role::Retired);
-        self.unpin(old);
+        self.retire(old);
     }
 
     fn out_of_pages(&self, changes: &[Change], requested: u64, available: u64) -> Error {

@@ -41,7 +41,7 @@ use leaf::Leaf;
 use page_size::PageSize;
 use slab::Slab;
 use slot::Slot;
-use version::Version;
+use version::{Role, Version};
 
 /// Page ids in one cache line.
 const ENTRIES_PER_LINE: usize = 16;
@@ -130,6 +130,17 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         if self.versions.get(index).unpin() {
             self.drop_version(index);
         }
+    }
+
+    /// Gives a sequence's count on its former head back. Slots that were only reserved go at once:
+    /// no lease sees them, so none may defer their pages (invariant I9).
+    fn retire(&self, index: u32) {
+        let version = self.versions.get(index);
+        version.set_role(Role::Retired);
+        if version.count() > 1 {
+            self.pop_to(version, self.pages_for(version.computed()));
+        }
+        self.unpin(index);
     }
 
     /// Drops a version nobody holds: leaves first, then the pages of leaves that were the last to

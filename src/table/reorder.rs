@@ -40,7 +40,8 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
             .iter()
             .map(|&index| {
                 if std::mem::replace(&mut picked[index], true) {
-                    sequences[index].fork().map(Pick::Forked)
+                    let forked = sequences[index].fork().map(Pick::Forked);
+                    forked.map_err(|error| super::batch::at(error, index, sequences))
                 } else {
                     Ok(Pick::Moved(index))
                 }

@@ -59,8 +59,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
 
     fn settle(&self, slot: u32, ended: &Ended) {
         if let Some(head) = ended.head {
-            self.versions.get(head).set_role(Role::Retired);
-            self.unpin(head);
+            self.retire(head);
         }
         if ended.reusable {
             self.recycle(slot);
@@ -119,6 +118,8 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
             let version = tables.versions.get(index);
             let mut row = vec![0; version.num_pages() as usize];
             tables.copy_row(version, &mut row);
+            // A writer may be giving reserved pages back: the table ends before those.
+            row.truncate(row.iter().position(|&page| page < 0).unwrap_or(row.len()));
             row
         })
     }
@@ -136,7 +137,11 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
             }
             let position = position as u32;
             let (index, offset) = tables.page_size.locate(position);
-            Ok((tables.page(version, index), offset))
+            match tables.page(version, index) {
+                // A writer is giving it back: it was reserved, not computed.
+                PageId::NONE => Err(out_of_range(position)),
+                page => Ok((page, offset)),
+            }
         })?
     }
 
@@ -158,6 +163,9 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
 
     fn reserve(&self, n: u32, token_ids: &[TokenId]) -> Result<()> {
         let claim = self.claim()?;
+        if n == 0 {
+            return Ok(());
+        }
         let mut change = self.tables.look(claim.slot);
         change.target = checked_sum(change.len, n)?;
         let ahead = (change.len - change.computed) as usize;
@@ -218,7 +226,9 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
     /// Declares the first `n` tokens (`None`: all reserved ones) computed.
     ///
     /// # Errors
-    /// `Value` if `n` exceeds the length or is below what is computed already.
+    /// `Value` if `n` exceeds the length or is below what is computed already, or if, in a
+    /// tables-only cache, the tokens would lie in a page that others hold: then a batch must list
+    /// the copy first.
     pub fn commit(&self, n: Option<u32>) -> Result<()> {
         let claim = self.claim()?;
         let mut change = self.tables.look(claim.slot);
@@ -227,6 +237,12 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
             return Err(Error::Value(format!(
                 "cannot commit {n} tokens: {} are computed, {} are reserved (truncate gives tokens up)",
                 change.computed, change.len
+            )));
+        }
+        if n > change.computed && self.tables.copier.is_none() && self.tables.must_copy(&change) {
+            return Err(Error::Value(format!(
+                "token {} would lie in a page that others hold: open a batch, whose copies part them",
+                change.computed
             )));
         }
         self.slot().advance_ids((n - change.computed) as usize, (change.len - n) as usize, true);

@@ -247,11 +247,10 @@ impl Slot {
         self.has_known.store(u32::from(left), Ordering::Relaxed);
     }
 
+    /// Also where no id is left: the room that a long prompt took is given back (invariant I11).
     fn forget_all(&self) {
-        if self.has_known() {
-            self.with_known(|known| *known = Known::default());
-            self.has_known.store(0, Ordering::Relaxed);
-        }
+        self.with_known(|known| *known = Known::default());
+        self.has_known.store(0, Ordering::Relaxed);
     }
 
     fn with_known<R>(&self, f: impl FnOnce(&mut Known) -> R) -> R {

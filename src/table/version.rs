@@ -147,7 +147,9 @@ impl Version {
     /// The leaf that holds the last page, if there is one.
     #[inline]
     pub(super) fn tail(&self) -> u32 {
-        self.tail.load(Ordering::Relaxed)
+        // Acquire: pairs with the Release in `set_leaf`, so that who looks without a pin, to
+        // prefetch, at least finds the leaf made.
+        self.tail.load(Ordering::Acquire)
     }
 
     pub(super) fn set_role(&self, role: Role) {
@@ -176,12 +178,14 @@ impl Version {
             self.more[segment].get_or_make(|| (0..FIRST << segment).map(|_| AtomicU32::new(0)).collect());
         }
         self.cell(k).store(leaf, Ordering::Relaxed);
-        self.tail.store(leaf, Ordering::Relaxed);
+        // Release: pairs with the Acquire in `tail`.
+        self.tail.store(leaf, Ordering::Release);
     }
 
     /// Makes the `k`-th leaf the last again, after those behind it were popped.
     pub(super) fn set_tail(&self, k: usize) {
-        self.tail.store(self.leaf(k), Ordering::Relaxed);
+        // Release: pairs with the Acquire in `tail`.
+        self.tail.store(self.leaf(k), Ordering::Release);
     }
 
     #[inline]
