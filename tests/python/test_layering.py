@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "python" / "paged_kv"
 # What each part may import besides the standard library; `paged_kv` is the core itself.
 ALLOWED = {
     "core": {"numpy", "paged_kv"},
-    "llm": {"numpy", "paged_kv", "paged_kv.llm", "gguf", "tokenizers"},
+    "llm": {"numpy", "paged_kv", "paged_kv.llm", "gguf", "jinja2", "platformdirs", "tokenizers"},
     "cli": {"numpy", "paged_kv", "paged_kv.llm", "paged_kv.cli", "rich", "typer"},
 }
 
