@@ -1,0 +1,141 @@
+"""The commands and their options; what they do is in the modules beside this one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import paged_kv
+
+app = typer.Typer(
+    help="A paged KV cache for LLM serving: try it on a real model, or measure it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+bench_app = typer.Typer(help="Measure the cache against other ways to do the same.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+_EXTRA_OF = {"gguf": "llm", "jinja2": "llm", "platformdirs": "llm", "tokenizers": "llm", "rich": "cli"}
+
+Model = Annotated[
+    Path | None,
+    typer.Option(
+        "--model", metavar="PATH", help="A Llama-architecture GGUF file instead of SmolLM2-135M-Instruct."
+    ),
+]
+PageSize = Annotated[int, typer.Option("--page-size", min=1, help="Tokens per page.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="Element type of keys and values: float32, float16 or bfloat16.")
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures as JSON.")
+]
+
+
+@contextmanager
+def _friendly_errors() -> Iterator[None]:
+    """Turn expected failures into one message and an exit status, without a traceback."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in _EXTRA_OF:
+            raise
+        typer.echo(f"paged-kv: this command needs {module}, which is not installed.", err=True)
+        typer.echo(f"Install it with: pip install 'paged-kv[{_EXTRA_OF[module]}]'", err=True)
+        raise typer.Exit(2) from None
+    except (paged_kv.PagedKvError, ValueError, RuntimeError, MemoryError) as error:
+        # RuntimeError: the llm package's ModelError, which can't be named before that is known to be there.
+        typer.echo(f"paged-kv: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(paged_kv.__version__)
+        raise typer.Exit
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="All are answered in one batch.")],
+    max_tokens: MaxTokens = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(max=1.0, help="Sample from the most likely tokens only.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt of the conversation.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
+    model: Model = None,
+    page_size: PageSize = 16,
+    dtype: Dtype = "float32",
+    json_lines: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per prompt, with token ids.")
+    ] = False,
+) -> None:
+    """Answer prompts, streaming the text."""
+    with _friendly_errors():
+        from paged_kv.cli.generate import run_generate
+        from paged_kv.llm import SamplingParams
+
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        run_generate(
+            prompts,
+            params,
+            system=system,
+            raw=raw,
+            model=model,
+            page_size=page_size,
+            dtype=dtype,
+            json_lines=json_lines,
+        )
+
+
+@app.command()
+def demo(
+    threads: Annotated[int, typer.Option(min=1, help="Requests, each in a thread of its own.")] = 12,
+    max_tokens: MaxTokens = 48,
+    model: Model = None,
+    page_size: PageSize = 16,
+    dtype: Dtype = "float32",
+    check: Annotated[
+        bool, typer.Option("--check", help="Also compute every answer without paging, and compare.")
+    ] = False,
+) -> None:
+    """Serve many requests at once from one cache, and show what paging saved."""
+    with _friendly_errors():
+        from paged_kv.cli.demo import run_demo
+
+        run_demo(
+            threads=threads,
+            max_tokens=max_tokens,
+            model=model,
+            page_size=page_size,
+            dtype=dtype,
+            check=check,
+        )
+
+
+@bench_app.command("pool")
+def bench_pool(json_file: JsonFile = None) -> None:
+    """Measure taking and giving back pages, beside other free lists."""
+    _bench("pool", json_file)
+
+
+@bench_app.command("cache")
+def bench_cache(json_file: JsonFile = None) -> None:
+    """Measure a decode step's bookkeeping, fork, and copy-on-write."""
+    _bench("cache", json_file)
+
+
+def _bench(name: str, json_file: Path | None) -> None:
+    with _friendly_errors():
+        from paged_kv.cli.bench import run_bench
+
+        run_bench(name, json_file)
