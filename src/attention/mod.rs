@@ -66,6 +66,5 @@ pub fn paged_attention(
         slopes: options.alibi_slopes,
         sinks: options.sinks,
     };
-    plan::run(level, &call, &sequences, out, lse, threads);
-    Ok(())
+    plan::run(level, &call, &sequences, out, lse, threads)
 }

@@ -5,6 +5,7 @@
 
 use super::ThreadPool;
 use super::check::Sequence;
+use crate::error::Result;
 use crate::kernels::{self, Block, Call, Level, State};
 use crate::storage::RowsViewMut;
 
@@ -22,6 +23,9 @@ struct Task<'a> {
 }
 
 /// Computes every row of `out` and `lse`; arguments are checked.
+///
+/// # Errors
+/// If no thread can be started; nothing is written then.
 pub(super) fn run(
     level: Level,
     call: &Call,
@@ -29,9 +33,10 @@ pub(super) fn run(
     out: &mut RowsViewMut,
     lse: Option<&mut [f32]>,
     threads: &ThreadPool,
-) {
+) -> Result<()> {
     let tasks = cut(call, sequences, out, lse);
     let work = tasks.iter().map(|task| task.work).sum();
+    let workers = threads.workers(work)?;
     let (mut whole, mut split) = (Vec::new(), Vec::new());
     for task in tasks {
         // Worth splitting: more than its share of a thread's work.
@@ -48,17 +53,18 @@ pub(super) fn run(
         block.splits(call.mask).zip(parts).map(move |(number, part)| Job::Part { block, number, part })
     });
     let jobs = part_jobs.chain(whole.into_iter().map(Job::Whole)).collect();
-    threads.for_each(jobs, work, |job| match job {
+    workers.for_each(jobs, |job| match job {
         Job::Part { block, number, part } => *part = Some(kernels::attend(level, call, &block, number)),
         Job::Whole(task) => {
             let parts = task.block.splits(call.mask).map(|n| kernels::attend(level, call, &task.block, n));
             join(call, &task.block, parts).finish(call, &task.block, task.out, task.lse);
         }
     });
-    threads.for_each(split, work / kernels::SPLIT as u64, |(task, parts)| {
+    workers.for_each(split, |(task, parts)| {
         let parts = parts.into_iter().flatten();
         join(call, &task.block, parts).finish(call, &task.block, task.out, task.lse);
     });
+    Ok(())
 }
 
 enum Job<'a, 'b> {

@@ -1,17 +1,25 @@
 //! The threads that attention runs on.
 
 use std::fmt;
+use std::sync::OnceLock;
 
-use rayon::iter::{IntoParallelIterator, ParallelIterator};
+use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 
 use crate::error::{Error, Result};
 
 /// A number of threads of one's own: nothing here touches rayon's global pool, so two caches, or a
 /// cache and its host program, don't share settings.
+///
+/// They start with the first call that is worth it: a cache that only keeps tables, or serves one
+/// short sequence, has none.
 pub struct ThreadPool {
-    /// `None`: the caller's thread does everything.
-    pool: Option<rayon::ThreadPool>,
+    num_threads: usize,
+    started: OnceLock<rayon::ThreadPool>,
 }
+
+/// Where one call's work runs; `None` is the caller's thread.
+#[derive(Clone, Copy)]
+pub(super) struct Workers<'a>(Option<&'a rayon::ThreadPool>);
 
 /// More threads than the largest machines have cores: a mistake that would bring this one down.
 const MOST_THREADS: usize = 1024;
@@ -21,39 +29,57 @@ const MOST_THREADS: usize = 1024;
 const WORTH_WAKING: u64 = 400_000;
 
 impl ThreadPool {
-    /// Starts `num_threads` threads; `None` takes as many as the process may use at once. One
-    /// thread means the caller's: none is started.
+    /// A pool of `num_threads`; `None` takes as many as the process may use at once. One thread
+    /// means the caller's.
     ///
     /// # Errors
-    /// [`Error::Value`] for 0 or more than 1024 threads, or where the system refuses to start them.
+    /// [`Error::Value`] for 0 or more than 1024 threads.
     pub fn new(num_threads: Option<usize>) -> Result<Self> {
         let available = || std::thread::available_parallelism().map_or(1, |n| n.get().min(MOST_THREADS));
-        let pool = match num_threads.unwrap_or_else(available) {
-            1 => None,
-            n @ 2..=MOST_THREADS => Some(
-                rayon::ThreadPoolBuilder::new()
-                    .num_threads(n)
-                    .thread_name(|i| format!("paged-kv-{i}"))
-                    .build()
-                    .map_err(|e| Error::Value(format!("cannot start {n} threads: {e}")))?,
-            ),
-            n => {
-                return Err(Error::Value(format!("num_threads must be 1 to {MOST_THREADS}, not {n}")));
-            }
-        };
-        Ok(Self { pool })
+        match num_threads.unwrap_or_else(available) {
+            num_threads @ 1..=MOST_THREADS => Ok(Self { num_threads, started: OnceLock::new() }),
+            n => Err(Error::Value(format!("num_threads must be 1 to {MOST_THREADS}, not {n}"))),
+        }
     }
 
     /// Threads that share the work.
     pub fn num_threads(&self) -> usize {
-        self.pool.as_ref().map_or(1, rayon::ThreadPool::current_num_threads)
+        self.num_threads
     }
 
-    /// Runs `run` on every task, in any order; `work` estimates the multiply-adds of all of them.
-    pub(crate) fn for_each<T: Send>(&self, tasks: Vec<T>, work: u64, run: impl Fn(T) + Sync + Send) {
-        match &self.pool {
-            Some(pool) if tasks.len() > 1 && work >= WORTH_WAKING => {
-                pool.install(|| tasks.into_par_iter().for_each(run));
+    /// Threads for `work` multiply-adds.
+    ///
+    /// # Errors
+    /// [`Error::Value`] where the system refuses to start them; a later call tries again.
+    pub(super) fn workers(&self, work: u64) -> Result<Workers<'_>> {
+        if self.num_threads == 1 || work < WORTH_WAKING {
+            return Ok(Workers(None));
+        }
+        if let Some(pool) = self.started.get() {
+            return Ok(Workers(Some(pool)));
+        }
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(self.num_threads)
+            .thread_name(|i| format!("paged-kv-{i}"))
+            .build()
+            .map_err(|e| Error::Value(format!("cannot start {} threads: {e}", self.num_threads)))?;
+        // If another thread was faster, its pool is used and this one ends.
+        Ok(Workers(Some(self.started.get_or_init(|| pool))))
+    }
+}
+
+impl Workers<'_> {
+    /// How many there are.
+    pub(super) fn count(self) -> usize {
+        self.0.map_or(1, rayon::ThreadPool::current_num_threads)
+    }
+
+    /// Runs `run` on every task, in any order.
+    pub(super) fn for_each<T: Send>(self, tasks: Vec<T>, run: impl Fn(T) + Sync + Send) {
+        match self.0 {
+            Some(pool) if tasks.len() > 1 => {
+                // A task may be a thousand times another: each may move to an idle thread.
+                pool.install(|| tasks.into_par_iter().with_max_len(1).for_each(run));
             }
             _ => tasks.into_iter().for_each(run),
         }

@@ -34,8 +34,7 @@ pub fn write_pages(
     }
     check_write("key", &key, &key_pages, slot_mapping)?;
     check_write("value", &value, &value_pages, slot_mapping)?;
-    scatter(&[(key, key_pages), (value, value_pages)], slot_mapping, threads);
-    Ok(())
+    scatter(&[(key, key_pages), (value, value_pages)], slot_mapping, threads)
 }
 
 /// [`write_pages`] for keys alone, or for a cache whose values are part of its keys (MLA).
@@ -46,8 +45,7 @@ pub fn write_rows(
     threads: &ThreadPool,
 ) -> Result<()> {
     check_write("rows", &rows, &pages, slot_mapping)?;
-    scatter(&[(rows, pages)], slot_mapping, threads);
-    Ok(())
+    scatter(&[(rows, pages)], slot_mapping, threads)
 }
 
 /// Copies the first `tokens` slots of page `source` to page `destination`, every head: the copy of
@@ -136,11 +134,16 @@ fn invalid(page: i64, layout: &PagesLayout, reason: &'static str) -> Error {
 /// Slots that go to one thread together: two tokens for one slot meet in the same thread, in order.
 const SLOTS_TOGETHER: usize = 16;
 
+/// Parts that a write is cut into at most.
+const MOST_PARTS: usize = 16;
+
 /// Needs checked arguments.
-fn scatter(writes: &[(RowsView, PagesView)], slot_mapping: &[i64], threads: &ThreadPool) {
+fn scatter(writes: &[(RowsView, PagesView)], slot_mapping: &[i64], threads: &ThreadPool) -> Result<()> {
     let elements: usize = writes.iter().map(|(rows, _)| rows.shape().iter().product::<usize>()).sum();
-    let parts = threads.num_threads();
-    threads.for_each((0..parts).collect(), elements as u64, |part| {
+    let workers = threads.workers(elements as u64)?;
+    // Every part looks at all slots, and a few already take all the bandwidth there is.
+    let parts = workers.count().min(MOST_PARTS);
+    workers.for_each((0..parts).collect(), |part| {
         for (token, &slot) in slot_mapping.iter().enumerate() {
             let Ok(slot) = usize::try_from(slot) else { continue };
             if slot / SLOTS_TOGETHER % parts != part {
@@ -152,4 +155,5 @@ fn scatter(writes: &[(RowsView, PagesView)], slot_mapping: &[i64], threads: &Thr
             }
         }
     });
+    Ok(())
 }

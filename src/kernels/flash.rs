@@ -20,7 +20,7 @@ use crate::dtype::DType;
 use crate::storage::{PagesView, RowsView};
 
 /// Keys of one split: what one task reads at least, and what partial results are joined by.
-pub(crate) const SPLIT: usize = 512;
+pub(super) const SPLIT: usize = 512;
 /// From this many rows per KV head on, a tile's 16-bit elements are widened once into a buffer
 /// instead of by every four rows.
 const WIDEN_ROWS: usize = 3 * ROWS;

@@ -20,7 +20,7 @@ mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
 
-pub(crate) use flash::{Block, Call, SPLIT};
+pub(crate) use flash::{Block, Call};
 pub(crate) use isa::Level;
 pub use isa::{Isa, set_isa};
 pub(crate) use mask::Mask;

@@ -5,7 +5,8 @@ use paged_kv::dtype::DType;
 use paged_kv::error::{Error, Result};
 use paged_kv::layout::{CacheLayout, PageOrder};
 
-use crate::harness::{Array, Pages, pool};
+use crate::harness::pool;
+use crate::memory::{Array, Pages};
 
 /// Two sequences of 20 and 9 tokens with 2 and 1 queries, pages of 8.
 struct Arguments<'a> {

@@ -7,7 +7,8 @@ use paged_kv::kernels::{Isa, set_isa};
 use paged_kv::layout::{PageOrder, PagesLayout};
 use paged_kv::storage::{PagesView, RowsView, RowsViewMut};
 
-use crate::harness::{Case, Rng, isas, pool};
+use crate::harness::{Case, isas, pool};
+use crate::memory::{Array, Rng};
 
 /// Lanes beyond the last key took part in the softmax: with a query of zeros the result is the mean
 /// of the values, and a padded lane would show.
@@ -283,7 +284,7 @@ fn offsets_are_64_bits_wide() {
     // SAFETY: the mapping spans the layout and is used by this test alone.
     let pages = unsafe { PagesView::new(memory.as_mut_ptr(), layout, true) };
     let mut rng = Rng(31);
-    let rows = crate::harness::Array::new(&rng.floats(8 * dim), DType::BF16);
+    let rows = Array::new(&rng.floats(8 * dim), DType::BF16);
     let slots: Vec<i64> = (4..12).collect();
     paged_kv::attention::write_rows(rows.view([8, 1, dim]), pages, &slots, pool(1)).unwrap();
     let written = &memory[2 * stride * 2..][..dim * 2];

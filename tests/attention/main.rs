@@ -8,6 +8,7 @@ mod arguments;
 mod bits;
 mod field;
 mod harness;
+mod memory;
 mod merge;
 mod property;
 mod write;

@@ -4,7 +4,8 @@ use paged_kv::attention::merge_states;
 use paged_kv::dtype::DType;
 use paged_kv::error::Error;
 
-use crate::harness::{Array, Case, isas, pool};
+use crate::harness::{Case, isas, pool};
+use crate::memory::Array;
 
 #[test]
 fn merged_parts_equal_the_whole() {

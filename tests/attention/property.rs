@@ -4,7 +4,8 @@ use paged_kv::dtype::DType;
 use paged_kv::layout::PageOrder;
 use proptest::prelude::*;
 
-use crate::harness::{Case, Rng};
+use crate::harness::Case;
+use crate::memory::Rng;
 
 fn dtypes() -> impl Strategy<Value = DType> {
     prop::sample::select(DType::ALL.to_vec())

@@ -8,7 +8,8 @@ use paged_kv::ids::PageId;
 use paged_kv::layout::{CacheLayout, PageOrder};
 use paged_kv::storage::PagesView;
 
-use crate::harness::{Array, Pages, Rng, pool, rounded};
+use crate::harness::pool;
+use crate::memory::{Array, Pages, Rng, rounded};
 
 fn layout(dtype: DType, order: PageOrder) -> CacheLayout {
     CacheLayout {
