@@ -257,3 +257,20 @@ impl Slot {
         self.known.try_with(f).expect("only the holder of the claim comes here")
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn i11_a_long_prompt_leaves_no_room_behind_when_its_sequence_is_freed() {
+        let slot = Slot::vacant();
+        slot.start(&vec![7; 10_000]);
+        slot.claim(0).expect("idle");
+        slot.advance_ids(10_000, 0, true);
+        assert!(!slot.has_known());
+        assert!(!slot.unclaim().reusable);
+        slot.free();
+        assert_eq!(slot.with_known(|known| known.ids.capacity()), 0);
+    }
+}

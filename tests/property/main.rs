@@ -5,6 +5,8 @@
 //! |---|---|---|
 //! | `single` | one | knows everything: lengths, tables, free pages, statistics, each error; shrinks |
 //! | `threads` | many on one cache | each thread knows the sequences it owns |
+//!
+//! `named` tells single stories.
 #![cfg(not(loom))]
 
 mod backend;
@@ -12,5 +14,6 @@ mod books;
 #[path = "../common/mod.rs"]
 mod common;
 mod model;
+mod named;
 mod single;
 mod threads;
