@@ -17,3 +17,4 @@ mod model;
 mod named;
 mod single;
 mod threads;
+mod worker;
