@@ -2,6 +2,7 @@
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 
 use super::array::integers;
 use super::batch::Batch;
@@ -37,13 +38,15 @@ impl Counts {
 
 /// The sequences in a Python sequence; they stay alive as long as the result does.
 pub(super) fn sequences<'py>(seqs: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, Sequence>>> {
-    seqs.try_iter()?
-        .map(|item| {
-            item?
-                .cast_into::<Sequence>()
-                .map_err(|error| PyTypeError::new_err(format!("seqs must hold sequences only: {error}")))
-        })
-        .collect()
+    // Only a list is sure to hold as many objects as it says.
+    let mut found = Vec::with_capacity(seqs.cast::<PyList>().map_or(0, PyListMethods::len));
+    for item in seqs.try_iter()? {
+        let sequence = item?
+            .cast_into::<Sequence>()
+            .map_err(|error| PyTypeError::new_err(format!("seqs must hold sequences only: {error}")))?;
+        found.push(sequence);
+    }
+    Ok(found)
 }
 
 pub(super) fn inner<'a>(seqs: &'a [Bound<'_, Sequence>]) -> Vec<&'a table::Sequence> {

@@ -224,6 +224,27 @@ def test_an_environment_variable_names_the_instruction_set() -> None:
     assert "ValueError" in wrong.stderr
 
 
+FORKED = """
+import os, sys
+import numpy as np, paged_kv
+
+pages = np.ones((64, 1, 64, 64), np.float32)
+query = np.ones((256, 1, 64), np.float32)
+tables = np.arange(64)[None], np.array([4096]), np.array([0, 256])
+attend = lambda: paged_kv.paged_attention(query, pages, pages, *tables, num_threads=2)
+want = attend()
+child = os.fork()
+if child == 0:
+    os._exit(0 if np.array_equal(attend(), want) else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_the_child_of_a_fork_starts_threads_of_its_own() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True, timeout=60)
+
+
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "page beyond the pool": ({"block_table": np.full((3, 4), 12)}, paged_kv.InvalidPageError, "12"),
     "negative page": ({"block_table": np.full((3, 4), -2)}, paged_kv.InvalidPageError, "-2"),
