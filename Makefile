@@ -46,6 +46,8 @@ lint-python: stubs
 test-rust:
 	$(CARGO) test --locked
 
+# OpenBLAS's threads wait by spinning: on a machine with other work they take more than they give.
+test-python: export OPENBLAS_NUM_THREADS ?= 1
 test-python: $(VENV)/.tools $(VENV)/.extension
 	$(BIN)/pytest
 

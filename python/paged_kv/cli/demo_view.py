@@ -88,7 +88,7 @@ class TableView(View):
 
     def render(self) -> Table:
         """Draw the state of this moment: the end of each answer, where it grows."""
-        room = max(self._console.width - 50, 20)
+        room = max(self._console.width - 60, 20)  # what the other columns leave
         return self._table(lambda answer: Text(answer.text[-room:], no_wrap=True, overflow="ellipsis"))
 
     def render_whole(self) -> Table:
