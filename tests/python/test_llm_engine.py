@@ -226,3 +226,30 @@ def test_pages_held_by_others_are_waited_for(alone) -> None:
         other.free()
         assert request.result() == alone[3]
     assert_all_pages_are_back(cache)
+
+
+def test_eight_threads_submit_and_abort_over_a_pool_that_keeps_running_out(alone) -> None:
+    cache = new_cache(MODEL.config, num_tokens=160, page_size=4)
+    wrong: list[str] = []
+
+    def serve(engine: Engine, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for _ in range(12):
+            index, patience = int(random.integers(len(PROMPTS))), int(random.integers(1, 30))
+            request = engine.submit(PROMPTS[index], TWENTY)
+            for count, _token in enumerate(request, start=1):
+                if count == patience:
+                    request.abort()
+            expected = alone[index][: len(request.output_ids)]
+            if request.output_ids != expected or request.finish_reason not in ("length", "abort"):
+                wrong.append(f"prompt {index}: {request.output_ids} ({request.finish_reason})")
+
+    with Engine(MODEL, cache, max_batch_tokens=48) as engine:
+        threads = [threading.Thread(target=serve, args=(engine, seed)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert engine.stats.preemptions > 0
+    assert wrong == []
+    assert_all_pages_are_back(cache)
