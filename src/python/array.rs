@@ -36,8 +36,8 @@ use crate::error::{Error, Result};
 use crate::layout::{PageOrder, PagesLayout};
 use crate::storage::{PagesView, RowsView, RowsViewMut};
 
-/// More axes than any argument has; arrays with more are refused by their number of axes.
-const MAX_AXES: usize = 8;
+/// Axes of pages, which have the most; arrays with more are refused by their number of axes.
+const MAX_AXES: usize = 4;
 
 /// What one element is, as far as this library tells elements apart.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -124,7 +124,9 @@ impl<'py> Array<'py> {
     ) -> Result<Self> {
         let count = axes.len();
         if count > MAX_AXES {
-            return Err(Error::Layout(format!("{name} has {count} axes; at most {MAX_AXES} make sense")));
+            return Err(Error::Layout(format!(
+                "{name} has {count} axes; no argument has more than {MAX_AXES}"
+            )));
         }
         let (mut shape, mut strides) = ([0; MAX_AXES], [0; MAX_AXES]);
         for (axis, (length, stride)) in axes.enumerate() {
