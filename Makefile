@@ -68,7 +68,7 @@ asan: ## unit, property and stress tests under AddressSanitizer
 		$(foreach test,cache field_cases pool property stress table,--test $(test)) -- --include-ignored
 
 stress: $(VENV)/.tools $(VENV)/.extension ## minutes of hammering from many threads, Rust and Python
-	$(CARGO) test --locked --release --tests -- --ignored
+	$(CARGO) test --locked --release --test property --test stress -- --include-ignored
 	$(BIN)/pytest -m stress --timeout 1200
 
 bench: $(VENV)/.tools $(VENV)/.extension ## measure, each figure beside the machine's limit

@@ -11,8 +11,8 @@ use crate::backend::Backend;
 use crate::common::Random;
 
 /// Sequences that a thread owns, tokens that a sequence grows to, things held at once.
-const OWNED: usize = 6;
-const LONGEST: usize = 40;
+const OWNED: usize = 10;
+const LONGEST: usize = 30;
 const HELD: usize = 6;
 /// Sequences that everybody sees.
 const BOARD: usize = 8;
