@@ -156,6 +156,50 @@ fn a_view_drives_another_cache_of_the_same_shape_and_no_other() {
 }
 
 #[test]
+fn batches_and_sequences_of_another_cache_are_refused_and_touch_no_page() {
+    let (ours, theirs) = (KvCache::new(&options(1, 16)).unwrap(), KvCache::new(&options(1, 16)).unwrap());
+    let (sequence, foreign) = (ours.sequence(&[]), theirs.sequence(&[]));
+    let (key, _) = write(&ours, &sequence, 4, 1);
+    let batch = theirs.batch(&[&foreign], NewTokens::Each(4), None, None).unwrap();
+    let rows = |data, dim| RowsView::from_slice(data, [4, 2, dim]).unwrap();
+    let (other_key, other_value) = (noise(4 * 16, 5), noise(4 * 12, 6));
+    let written = ours.write(0, rows(&other_key, 8), rows(&other_value, 6), Step::Batch(&batch));
+    assert!(matches!(written, Err(Error::Value(_))), "{written:?}");
+    let mut out = [0.0_f32; 4 * 4 * 6];
+    let attended = ours.attend(
+        0,
+        RowsView::from_slice(&[0.0_f32; 4 * 4 * 8], [4, 4, 8]).unwrap(),
+        Step::Batch(&batch),
+        &AttentionOptions::default(),
+        &mut RowsViewMut::from_slice(&mut out, [4, 4, 6]).unwrap(),
+        None,
+    );
+    assert!(matches!(attended, Err(Error::Value(_))), "{attended:?}");
+    assert!(matches!(ours.prefetch(&foreign, 1 << 20), Err(Error::Value(_))));
+    assert!(matches!(ours.physical_offset(&foreign, 0), Err(Error::Value(_))));
+    assert!(matches!(ours.physical_address(&foreign, 0, 0, Which::Key, 0), Err(Error::Value(_))));
+    let mixed = ours.batch(&[&sequence, &foreign], NewTokens::Each(1), None, None).map(drop);
+    assert!(matches!(mixed, Err(Error::Value(_))), "{mixed:?}");
+    assert!(matches!(ours.reorder(&[&foreign], &[0]).map(drop), Err(Error::Value(_))));
+    // What was refused wrote nothing: attention still finds the first key where it was.
+    let shape = reference::Shape { num_heads: 2, num_kv_heads: 2, head_dim: 8, v_head_dim: 6 };
+    let lease = ours.batch(&[&sequence], NewTokens::Each(0), None, Some(NewTokens::Each(1))).unwrap();
+    let (mut out, value) = ([0.0_f32; 2 * 6], noise(4 * 12, 2));
+    let query = noise(2 * 8, 7);
+    ours.attend(
+        0,
+        RowsView::from_slice(&query, [1, 2, 8]).unwrap(),
+        Step::Batch(&lease),
+        &AttentionOptions::default(),
+        &mut RowsViewMut::from_slice(&mut out, [1, 2, 6]).unwrap(),
+        None,
+    )
+    .unwrap();
+    let (expected, _) = reference::attention(shape, &query, &key, &value, &AttentionOptions::default());
+    assert!(out.iter().zip(expected).all(|(got, want)| (f64::from(*got) - want).abs() < 1e-5));
+}
+
+#[test]
 fn reorder_moves_the_first_pick_forks_the_rest_and_frees_the_unpicked() {
     let cache = KvCache::new(&options(1, 32)).unwrap();
     let sequences: Vec<Sequence> = (0..3).map(|_| cache.sequence(&[])).collect();

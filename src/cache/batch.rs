@@ -91,6 +91,11 @@ impl Batch {
         })
     }
 
+    /// The tables it was opened on.
+    pub(super) fn tables(&self) -> &Arc<Tables> {
+        self.table.tables()
+    }
+
     /// The sequences, in the order given.
     pub fn items(&self) -> impl ExactSizeIterator<Item = BatchItem> {
         self.table.items()

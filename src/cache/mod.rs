@@ -37,7 +37,8 @@ pub struct KvCache {
 /// Where `write` and `attend` take a batch's arrays from.
 #[derive(Clone, Copy, Debug)]
 pub enum Step<'a> {
-    /// An open batch of this cache: its lease keeps the pages in place.
+    /// An open batch of this cache: its lease keeps the pages in place. A batch of another cache
+    /// is refused; its view says that this cache is to follow that one.
     Batch(&'a Batch),
     /// Arrays sent by another cache with the same page size and number of pages, which holds the
     /// lease.
@@ -109,6 +110,7 @@ impl KvCache {
         let write = |slots: &[i64]| attention::write_pages(key, value, keys, values, slots, &self.threads);
         match step {
             Step::Batch(batch) => {
+                self.check_own(batch.tables(), "batch")?;
                 let _open = batch.enter()?;
                 write(batch.slot_mapping()?)
             }
@@ -136,6 +138,7 @@ impl KvCache {
         };
         match step {
             Step::Batch(batch) => {
+                self.check_own(batch.tables(), "batch")?;
                 let _open = batch.enter()?;
                 let (block_table, max_pages) = batch.block_table()?;
                 let (seq_lens, cu_seqlens_q) = (batch.seq_lens()?, batch.cu_seqlens_q());
@@ -212,7 +215,8 @@ impl KvCache {
             let heads = self.layout.num_kv_heads;
             return Err(Error::Value(format!("head {head} is not below {heads} KV heads")));
         }
-        let (page, offset) = self.locate(sequence, position)?;
+        self.check_own(sequence.tables(), "sequence")?;
+        let (page, offset) = sequence.locate(position)?;
         Ok(pages.slot(page.index(), head, offset as usize).addr())
     }
 
@@ -226,6 +230,7 @@ impl KvCache {
         if page_bytes == 0 {
             return Err(no_storage());
         }
+        self.check_own(sequence.tables(), "sequence")?;
         let table = sequence.block_table()?;
         match table.get(usize::try_from(byte_offset / page_bytes).unwrap_or(usize::MAX)) {
             Some(&page) => Ok(page as u64 * page_bytes + byte_offset % page_bytes),
@@ -241,6 +246,7 @@ impl KvCache {
     pub fn prefetch(&self, sequence: &Sequence, max_bytes: usize) -> Result<usize> {
         const LINE: usize = 64;
         let storage = self.require_storage()?;
+        self.check_own(sequence.tables(), "sequence")?;
         let pages = self.tables.pages_for(sequence.num_computed_tokens()?) as usize;
         let table = sequence.block_table()?;
         let page_bytes = self.layout.page_bytes()?;
@@ -260,11 +266,12 @@ impl KvCache {
         Ok(max_bytes - left)
     }
 
-    fn locate(&self, sequence: &Sequence, position: u64) -> Result<(PageId, u32)> {
-        if Arc::ptr_eq(sequence.tables(), &self.tables) {
-            sequence.locate(position)
+    /// Page numbers mean something in their own cache only.
+    fn check_own(&self, tables: &Arc<Tables>, what: &str) -> Result<()> {
+        if Arc::ptr_eq(tables, &self.tables) {
+            Ok(())
         } else {
-            Err(Error::Value("the sequence belongs to another cache".to_owned()))
+            Err(Error::Value(format!("the {what} belongs to another cache")))
         }
     }
 

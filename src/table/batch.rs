@@ -211,6 +211,11 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
         Ok(())
     }
 
+    /// The tables it was opened on.
+    pub fn tables(&self) -> &Arc<Tables<LEAF, SHARDS>> {
+        &self.tables
+    }
+
     /// The sequences, in the order given.
     pub fn items(&self) -> impl ExactSizeIterator<Item = BatchItem> {
         self.changes.iter().map(|change| BatchItem {
