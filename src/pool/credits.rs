@@ -319,3 +319,61 @@ impl<const SHARDS: usize> Credits<SHARDS> {
         result.map(drop).map_err(Shard)
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn i4_a_helper_that_comes_late_changes_nothing() {
+        let credits = Credits::<2>::new(8);
+        let announced = credits.central().announced(0);
+        // As if it had read this announcement before others carried it out.
+        for _ in 0..2 {
+            let before: Vec<u64> = credits.words().collect();
+            credits.help(announced, 0);
+            assert_eq!(credits.words().collect::<Vec<_>>(), before);
+            // And once more when the shard has been merged and its aside is still there.
+            credits.take(1, 7).expect("seven of eight, by merging both shards");
+            credits.give(0, 7);
+        }
+        assert_eq!(credits.total(), 8);
+    }
+
+    #[test]
+    fn more_than_a_shard_holds_goes_to_the_middle() {
+        let credits = Credits::<2>::new(100_000);
+        credits.take(0, 90_000).expect("all but ten thousand");
+        credits.give(0, 90_000);
+        assert_eq!(credits.shard(0).credits(), Shard::CAP);
+        assert_eq!(credits.total(), 100_000);
+    }
+
+    proptest! {
+        /// Any mix of takes and gives leaves the sum right, and a take fails only if it must.
+        #[test]
+        fn i4_alone_a_take_fails_exactly_when_there_are_too_few(
+            total in 0..20_000_u64,
+            ops in prop::collection::vec((0..3_usize, 0..9_000_u64, any::<bool>()), 0..50),
+        ) {
+            let credits = Credits::<3>::new(total);
+            let mut taken = 0;
+            for (shard, n, give) in ops {
+                if give {
+                    let n = n.min(taken);
+                    credits.give(shard, n);
+                    taken -= n;
+                } else {
+                    let available = total - taken;
+                    match credits.take(shard, n) {
+                        Ok(()) => taken += n,
+                        Err(shortage) => prop_assert_eq!(shortage, Shortage { available }),
+                    }
+                    prop_assert!(taken <= total);
+                    prop_assert_eq!(credits.total(), total - taken);
+                }
+            }
+        }
+    }
+}
