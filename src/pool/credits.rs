@@ -320,7 +320,7 @@ impl<const SHARDS: usize> Credits<SHARDS> {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
