@@ -19,6 +19,7 @@ pub use crossbeam_utils::CachePadded;
 /// Whether loom runs the code: then sizes are small, so that it can explore all orders.
 pub const MODELLED: bool = cfg!(loom);
 
+mod gate;
 mod memory;
 mod once_box;
 mod segments;
@@ -26,6 +27,7 @@ mod serial;
 mod thread_number;
 mod try_cell;
 
+pub use gate::Gate;
 pub use memory::{copy_entries, prefetch, prefetch_address};
 pub use once_box::OnceBox;
 pub use segments::Segments;

@@ -2,10 +2,9 @@
 
 use std::sync::Arc;
 
-use super::gate::Gate;
 use super::view::{self, BatchView, CsrArrays, TableArrays, TokenArrays};
 use crate::error::{Error, Result};
-use crate::sync::{AtomicBool, OnceBox, Ordering};
+use crate::sync::{AtomicBool, Gate, OnceBox, Ordering};
 use crate::table::{BatchItem, NewTokens, Outcome, Sequence, TableBatch, Tables};
 
 /// An open batch. Arrays are built on first access and may be read while the batch is open;
@@ -103,7 +102,7 @@ impl Batch {
 
     /// Whether it was committed or closed.
     pub fn is_ended(&self) -> bool {
-        self.gate.is_ended()
+        self.gate.is_closed()
     }
 
     /// Keeps the first `keep[i]` new tokens of each sequence (`None`: all), drops the rest, counts
@@ -115,11 +114,7 @@ impl Batch {
         if let Some(keep) = &keep {
             self.table.check_keep(keep)?;
         }
-        if self.end(Outcome::Commit(keep)) {
-            Ok(())
-        } else {
-            Err(Error::Value("the batch was committed or closed".to_owned()))
-        }
+        if self.end(Outcome::Commit(keep)) { Ok(()) } else { Err(ended()) }
     }
 
     /// Ends the batch as if it had never been opened. Does nothing where it has ended.
@@ -134,7 +129,7 @@ impl Batch {
             return false;
         }
         self.outcome.get_or_make(|| outcome);
-        if self.gate.end() {
+        if self.gate.close() {
             self.finish();
         }
         true
@@ -233,9 +228,12 @@ impl Batch {
     }
 
     pub(super) fn enter(&self) -> Result<InUse<'_>> {
-        self.gate.enter()?;
-        Ok(InUse(self))
+        if self.gate.enter() { Ok(InUse(self)) } else { Err(ended()) }
     }
+}
+
+fn ended() -> Error {
+    Error::Value("the batch was committed or closed".to_owned())
 }
 
 /// Cumulative query rows; a sequence has at most as many as tokens.

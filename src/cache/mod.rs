@@ -3,7 +3,6 @@
 
 mod batch;
 mod build;
-mod gate;
 mod stats;
 mod view;
 

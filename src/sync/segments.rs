@@ -5,7 +5,7 @@ use super::{AtomicPtr, MODELLED, Ordering};
 /// Items of the first segment; each further one is as large as all before it together.
 const BASE_BITS: u32 = if MODELLED { 2 } else { 6 };
 const BASE: u32 = 1 << BASE_BITS;
-const SEGMENTS: usize = (32 - BASE_BITS) as usize;
+const SEGMENTS: usize = if MODELLED { 3 } else { (32 - BASE_BITS) as usize };
 
 /// Items in segments that are made on demand and stay where they are. Making one never waits.
 ///

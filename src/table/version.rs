@@ -5,10 +5,12 @@
 //! what a reader sees (copy-on-write, truncation) makes a new version instead.
 
 use super::slab::Vacant;
-use crate::sync::{AtomicU32, AtomicU64, OnceBox, Ordering};
+use crate::sync::{AtomicU32, AtomicU64, MODELLED, OnceBox, Ordering};
 
-const FIRST: usize = 8;
-const SEGMENTS: usize = 24;
+/// Leaf numbers in the version itself.
+const FIRST: usize = if MODELLED { 2 } else { 8 };
+/// Further segments of them.
+const SEGMENTS: usize = if MODELLED { 1 } else { 24 };
 
 /// What a version is to its sequence. Statistics tell live from deferred pages by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +39,7 @@ pub(super) struct Version {
     /// A [`Role`].
     role: AtomicU32,
     first: [AtomicU32; FIRST],
-    /// Segment k holds leaves `8·2^k ..`; made on demand, kept with the slot.
+    /// Segment k holds leaves `FIRST·2^k ..`; made on demand, kept with the slot.
     more: [OnceBox<Box<[AtomicU32]>>; SEGMENTS],
 }
 
@@ -165,10 +167,12 @@ impl Version {
         }
     }
 
-    /// Number of the `k`-th leaf. Relaxed, like a leaf's entries.
+    /// Number of the `k`-th leaf.
     #[inline]
     pub(super) fn leaf(&self, k: usize) -> u32 {
-        self.cell(k).load(Ordering::Relaxed)
+        // Acquire: pairs with the Release in `set_leaf`, so that who looks beyond the computed
+        // pages while they change at least finds the leaf made.
+        self.cell(k).load(Ordering::Acquire)
     }
 
     /// Sets the `k`-th leaf, which becomes the last.
@@ -177,8 +181,8 @@ impl Version {
             let segment = (k / FIRST).ilog2() as usize;
             self.more[segment].get_or_make(|| (0..FIRST << segment).map(|_| AtomicU32::new(0)).collect());
         }
-        self.cell(k).store(leaf, Ordering::Relaxed);
-        // Release: pairs with the Acquire in `tail`.
+        // Release: pairs with the Acquire in `leaf` and in `tail`.
+        self.cell(k).store(leaf, Ordering::Release);
         self.tail.store(leaf, Ordering::Release);
     }
 
