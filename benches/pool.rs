@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput};
-use paged_kv::bench::measure::lap;
+use paged_kv::bench::measure::{Case, lap};
 use paged_kv::bench::pool::{Contender, contenders, pool};
 
 const REPETITIONS: usize = 101;
@@ -38,7 +38,8 @@ fn main() {
             for Contender { name, work } in &contenders {
                 group.bench_function(BenchmarkId::new(*name, threads), |bencher| {
                     bencher.iter_custom(|rounds| {
-                        lap(threads, rounds, |thread, rounds| work(thread, n, rounds)).elapsed
+                        let work = Box::new(move |thread, rounds| work(thread, n, rounds));
+                        lap(&Case { threads, operations: rounds, prepare: None, work }).elapsed
                     });
                 });
             }

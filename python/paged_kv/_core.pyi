@@ -1,6 +1,6 @@
 """The extension module behind the package ``paged_kv``."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as _Seq
 from types import TracebackType
 from typing import Any, Literal, NotRequired, Protocol, Self, TypeAlias, TypedDict, final
@@ -17,6 +17,9 @@ __all__ = [
     "Tensor",
     "__version__",
     "alibi_slopes",
+    "bench_cases",
+    "bench_pool",
+    "compare_exchange_pairs",
     "isa",
     "kv_bytes_per_token",
     "merge_states",
@@ -356,3 +359,11 @@ def kv_bytes_per_token(
 ) -> int: ...
 def set_isa(name: str) -> None: ...
 def isa() -> str: ...
+
+# What `paged-kv bench` measures with.
+def bench_pool(repetitions: int) -> list[dict[str, Any]]: ...
+def bench_cases(
+    cases: _Seq[tuple[int, Callable[[], object] | None, Callable[[int], object]]],
+    repetitions: int,
+) -> list[dict[str, Any]]: ...
+def compare_exchange_pairs(n: int) -> None: ...

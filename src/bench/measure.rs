@@ -17,22 +17,27 @@ pub struct Lap {
     pub undisturbed: bool,
 }
 
-/// Something to measure: a name, how many operations a thread does in one repetition, and how.
+/// Something to measure: how many operations a thread does in one repetition, and how.
 pub struct Case<'a> {
     /// Threads at once.
     pub threads: usize,
     /// Operations of each thread per repetition.
     pub operations: u64,
+    /// Brings about the state to start from. Not measured; called once per repetition, between the
+    /// warm-up and the start.
+    pub prepare: Option<Box<dyn Fn() + Sync + 'a>>,
     /// `work(thread, operations)`.
     pub work: Box<dyn Fn(usize, u64) + Sync + 'a>,
 }
 
-/// What came out for one case.
+/// What came out for one case, in nanoseconds per operation of one thread.
 #[derive(Clone, Copy, Debug)]
 pub struct Summary {
-    /// Median nanoseconds per operation of one thread.
+    /// The median.
     pub nanos: f64,
-    /// Repetitions that the median is taken over.
+    /// The quartiles: half of the repetitions lie between them.
+    pub quartiles: [f64; 2],
+    /// Repetitions that these are taken over.
     pub kept: usize,
     /// Repetitions thrown away.
     pub discarded: usize,
@@ -48,7 +53,7 @@ pub fn interleaved(cases: &[Case], repetitions: usize) -> Vec<Summary> {
         let mut complete = true;
         for (case, laps) in cases.iter().zip(&mut laps) {
             if laps.iter().filter(|lap| lap.undisturbed).count() < repetitions {
-                laps.push(lap(case.threads, case.operations, &case.work));
+                laps.push(lap(case));
                 complete = false;
             }
         }
@@ -59,11 +64,16 @@ pub fn interleaved(cases: &[Case], repetitions: usize) -> Vec<Summary> {
     cases.iter().zip(laps).map(|(case, laps)| summary(case, &laps)).collect()
 }
 
-/// One repetition: all threads warm up, meet, and do `operations` each.
-pub fn lap(threads: usize, operations: u64, work: impl Fn(usize, u64) + Sync) -> Lap {
+/// One repetition: all threads warm up, meet, and do their operations.
+pub fn lap(case: &Case) -> Lap {
+    let Case { threads, operations, prepare, work } = case;
+    let (threads, operations) = (*threads, *operations);
     let arrived = AtomicUsize::new(0);
     let one = |thread: usize| {
         work(thread, operations / 8 + 1);
+        if let Some(prepare) = prepare.as_ref().filter(|_| thread == 0) {
+            prepare();
+        }
         // AcqRel and Acquire: they pair with each other, so that all start after all have warmed up.
         arrived.fetch_add(1, Ordering::AcqRel);
         // Spinning, since being woken takes longer than a repetition should.
@@ -102,7 +112,8 @@ fn summary(case: &Case, laps: &[Lap]) -> Summary {
     let discarded = laps.len() - kept.len();
     let mut values = if kept.is_empty() { laps.iter().map(nanos).collect() } else { kept.clone() };
     values.sort_unstable_by(f64::total_cmp);
-    Summary { nanos: values[values.len() / 2], kept: kept.len(), discarded }
+    let quartile = |n: usize| values[(values.len() - 1) * n / 4];
+    Summary { nanos: quartile(2), quartiles: [quartile(1), quartile(3)], kept: kept.len(), discarded }
 }
 
 /// How long the calling thread has waited for a core so far.

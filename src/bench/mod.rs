@@ -21,8 +21,12 @@ pub struct Record {
     pub threads: usize,
     /// Median over the repetitions that were kept.
     pub value: f64,
-    /// Unit of `value` and `limit`.
+    /// The quartiles of those: half of them lie between.
+    pub quartiles: [f64; 2],
+    /// Unit of `value`, `quartiles` and `limit`.
     pub unit: &'static str,
+    /// What `limit` is the time of.
+    pub yardstick: &'static str,
     /// What the same machine took for the yardstick, in the same run.
     pub limit: f64,
     /// `value / limit`.

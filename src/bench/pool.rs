@@ -80,6 +80,7 @@ pub fn pool(repetitions: usize) -> Result<Vec<Record>> {
                 cases.push(Case {
                     threads,
                     operations: PAGES_PER_LAP,
+                    prepare: None,
                     work: Box::new(move |thread, pages| work(thread, n, pages / n as u64)),
                 });
             }
@@ -97,7 +98,9 @@ pub fn pool(repetitions: usize) -> Result<Vec<Record>> {
             implementation: name.into(),
             threads,
             value: summary.nanos,
+            quartiles: summary.quartiles,
             unit: "ns/page",
+            yardstick: MACHINE,
             limit,
             ratio: summary.nanos / limit,
             kept: summary.kept,
@@ -117,7 +120,7 @@ fn cycle(source: &impl Source, n: usize, rounds: u64) {
 }
 
 /// `count` pairs of compare-exchanges that succeed.
-fn pairs(word: &AtomicU64, count: u64) {
+pub fn pairs(word: &AtomicU64, count: u64) {
     let flip = |from, to| word.compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed);
     for _ in 0..count {
         let _ = black_box(flip(0, 1));

@@ -4,6 +4,8 @@ mod arguments;
 mod array;
 mod batch;
 mod batch_view;
+#[cfg(feature = "bench")]
+mod bench;
 mod build;
 mod cache;
 mod convert;
@@ -26,6 +28,9 @@ mod _core {
     use super::batch::Batch;
     #[pymodule_export]
     use super::batch_view::BatchView;
+    #[cfg(feature = "bench")]
+    #[pymodule_export]
+    use super::bench::{bench_cases, bench_pool, compare_exchange_pairs};
     #[pymodule_export]
     use super::cache::KvCache;
     #[pymodule_export]

@@ -13,7 +13,6 @@ import paged_kv
 from llm_support import dense_cache, tiny_model, tiny_path
 from paged_kv.cli import demo as demo_command
 from paged_kv.cli.app import app
-from paged_kv.cli.bench import bench_table
 from paged_kv.cli.text import printable
 from paged_kv.llm import SamplingParams, generate
 
@@ -147,12 +146,3 @@ def test_the_module_is_the_command() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     for name in ("generate", "demo", "bench"):
         assert name in done.stdout
-
-
-def test_a_missed_limit_stands_out() -> None:
-    row = {"bench": "pool", "case": "take and give back", "impl": "paged_kv", "threads": 2, "unit": "ns"}
-    good, bad = {"value": 10.0, "limit": 3.0, "ratio": 2.5}, {"value": 99.0, "limit": 3.0, "ratio": 9.9}
-    free = {"value": 1.0, "limit": None, "ratio": None}
-    table = bench_table("pool", [row | good, row | bad, row | free])
-    assert list(table.columns[4].cells) == ["2.50", "9.90 missed", ""]
-    assert list(table.columns[3].cells) == ["10.0 ns", "99.0 ns", "1.0 ns"]

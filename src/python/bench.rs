@@ -1,0 +1,124 @@
+//! What `paged-kv bench` measures with: the pool beside its peers, and cases written in Python.
+
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::bench::measure::{Case, Summary, interleaved};
+use crate::bench::{Record, pool};
+use crate::sync::{AtomicU64, CachePadded};
+
+/// Measures taking pages and giving them back: this pool, its peers, and the machine.
+///
+/// Parameters
+/// ----------
+/// repetitions : int
+///     Repetitions of each case, at least 1; all cases take turns.
+///
+/// Returns
+/// -------
+/// list of dict
+///     One per case and implementation, with ``bench``, ``case``, ``impl``, ``threads``, ``value``
+///     (median), ``low`` and ``high`` (quartiles), ``unit``, ``yardstick``, ``limit`` (the
+///     yardstick's median), ``ratio`` (``value / limit``), ``kept`` and ``discarded`` (repetitions
+///     in which a thread waited for a core).
+#[pyfunction]
+pub(super) fn bench_pool(py: Python<'_>, repetitions: usize) -> PyResult<Vec<Bound<'_, PyDict>>> {
+    check(repetitions)?;
+    let records = py.detach(|| pool::pool(repetitions))?;
+    let dict = |record: Record| {
+        let dict = PyDict::new(py);
+        dict.set_item("bench", record.bench)?;
+        dict.set_item("case", record.case)?;
+        dict.set_item("impl", record.implementation)?;
+        dict.set_item("threads", record.threads)?;
+        set_figures(&dict, record.value, record.quartiles, record.kept, record.discarded)?;
+        dict.set_item("unit", record.unit)?;
+        dict.set_item("yardstick", record.yardstick)?;
+        dict.set_item("limit", record.limit)?;
+        dict.set_item("ratio", record.ratio)?;
+        Ok(dict)
+    };
+    records.into_iter().map(dict).collect()
+}
+
+/// Measures Python callables in turn, on this thread.
+///
+/// Parameters
+/// ----------
+/// cases : sequence of (operations, prepare, work)
+///     ``work(operations)`` is timed; ``prepare()``, if it isn't None, comes before each repetition.
+///     Before both, ``work`` warms up with an eighth of the operations, and one more.
+/// repetitions : int
+///     Repetitions of each case, at least 1.
+///
+/// Returns
+/// -------
+/// list of dict
+///     One per case, in nanoseconds per operation: ``value`` (median), ``low`` and ``high``
+///     (quartiles) over the ``kept`` repetitions; ``discarded`` ones, in which the thread waited for
+///     a core, were repeated, up to three times over. If all were, the figures are over all and
+///     ``kept`` is 0.
+#[pyfunction]
+pub(super) fn bench_cases(
+    py: Python<'_>,
+    cases: Vec<(u64, Option<Py<PyAny>>, Py<PyAny>)>,
+    repetitions: usize,
+) -> PyResult<Vec<Bound<'_, PyDict>>> {
+    check(repetitions)?;
+    // The first exception ends it: nothing is called after that.
+    let raised: Mutex<Option<PyErr>> = Mutex::new(None);
+    let call = |function: &dyn Fn(Python<'_>) -> PyResult<Py<PyAny>>| {
+        let mut raised = raised.lock().unwrap_or_else(PoisonError::into_inner);
+        if raised.is_none() {
+            *raised = Python::attach(function).err();
+        }
+    };
+    let case = |(operations, prepare, work): (u64, Option<Py<PyAny>>, Py<PyAny>)| Case {
+        threads: 1,
+        operations,
+        prepare: prepare
+            .map(|prepare| -> Box<dyn Fn() + Sync> { Box::new(move || call(&|py| prepare.call0(py))) }),
+        work: Box::new(move |_, operations| call(&|py| work.call1(py, (operations,)))),
+    };
+    let summaries = interleaved(&cases.into_iter().map(case).collect::<Vec<_>>(), repetitions);
+    if let Some(error) = raised.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        return Err(error);
+    }
+    let dict = |summary: Summary| {
+        let dict = PyDict::new(py);
+        set_figures(&dict, summary.nanos, summary.quartiles, summary.kept, summary.discarded)?;
+        Ok(dict)
+    };
+    summaries.into_iter().map(dict).collect()
+}
+
+fn set_figures(
+    dict: &Bound<'_, PyDict>,
+    value: f64,
+    [low, high]: [f64; 2],
+    kept: usize,
+    discarded: usize,
+) -> PyResult<()> {
+    dict.set_item("value", value)?;
+    dict.set_item("low", low)?;
+    dict.set_item("high", high)?;
+    dict.set_item("kept", kept)?;
+    dict.set_item("discarded", discarded)
+}
+
+/// Does `n` uncontended pairs of compare-exchanges, the yardstick of what is counted in operations.
+#[pyfunction]
+pub(super) fn compare_exchange_pairs(n: u64) {
+    pool::pairs(&CachePadded::<AtomicU64>::default(), n);
+}
+
+fn check(repetitions: usize) -> PyResult<()> {
+    if repetitions == 0 {
+        Err(PyValueError::new_err("repetitions is 0; at least 1 is needed"))
+    } else {
+        Ok(())
+    }
+}
