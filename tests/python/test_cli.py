@@ -7,12 +7,14 @@ import subprocess
 import sys
 
 import pytest
+from threadpoolctl import threadpool_info
 from typer.testing import CliRunner
 
 import paged_kv
 from llm_support import dense_cache, tiny_model, tiny_path
 from paged_kv.cli import demo as demo_command
 from paged_kv.cli.app import app
+from paged_kv.cli.blas import few_blas_threads
 from paged_kv.cli.text import printable
 from paged_kv.llm import SamplingParams, generate
 
@@ -105,6 +107,21 @@ def test_answers_cannot_steer_the_terminal() -> None:
     assert printable("a\x1b[31m\x07\x9b é🌊\n\t") == "a�[31m�� é🌊\n\t"
 
 
+def blas_threads() -> list[int]:
+    return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+
+
+def test_blas_takes_one_thread_unless_told_otherwise(monkeypatch) -> None:
+    for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    before = blas_threads()
+    with few_blas_threads():
+        assert blas_threads() == [1] * len(before)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    with few_blas_threads():
+        assert blas_threads() == before
+
+
 def test_version() -> None:
     assert run("--version") == paged_kv.__version__ + "\n"
 
@@ -128,7 +145,7 @@ def test_wrong_usage_has_status_2() -> None:
 
 @pytest.mark.parametrize(
     ("missing", "extra"),
-    [("typer", "cli"), ("rich", "cli")]
+    [("typer", "cli"), ("rich", "cli"), ("threadpoolctl", "cli")]
     + [(module, "llm") for module in ("gguf", "jinja2", "platformdirs", "tokenizers")],
 )
 def test_without_an_extra_the_command_says_which(missing: str, extra: str) -> None:

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "python" / "paged_kv"
 ALLOWED = {
     "core": {"numpy", "paged_kv"},
     "llm": {"numpy", "paged_kv", "paged_kv.llm", "gguf", "jinja2", "platformdirs", "tokenizers"},
-    "cli": {"numpy", "paged_kv", "paged_kv.llm", "paged_kv.cli", "rich", "typer"},
+    "cli": {"numpy", "paged_kv", "paged_kv.llm", "paged_kv.cli", "rich", "threadpoolctl", "typer"},
 }
 
 

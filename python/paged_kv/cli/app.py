@@ -18,7 +18,8 @@ app = typer.Typer(
 bench_app = typer.Typer(help="Measure the cache against other ways to do the same.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
-_EXTRA_OF = {"gguf": "llm", "jinja2": "llm", "platformdirs": "llm", "tokenizers": "llm", "rich": "cli"}
+_EXTRA_OF = dict.fromkeys(("gguf", "jinja2", "platformdirs", "tokenizers"), "llm")
+_EXTRA_OF |= dict.fromkeys(("rich", "threadpoolctl"), "cli")
 
 Model = Annotated[
     Path | None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from paged_kv.cli.blas import few_blas_threads
 from paged_kv.cli.demo_report import DemoResult, Meter, print_report
 from paged_kv.cli.demo_view import View, open_view
 from paged_kv.llm import DenseCache, Engine, LanguageModel, SamplingParams, load, new_cache
@@ -94,7 +95,7 @@ def run_demo(
         dtype=dtype,
     )
     meter = Meter(cache, page_size, len(work.shared_ids))
-    with open_view(console, work.questions) as view:
+    with few_blas_threads(), open_view(console, work.questions) as view:
         result = serve(language_model, cache, work, view, meter)
     print_report(console, language_model.config, result, meter, dtype)
     if check:
@@ -159,7 +160,8 @@ def check_answers(console: Console, language_model: LanguageModel, work: Work, r
     unpaged = DenseCache(
         num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim
     )
-    expected = serve(language_model, unpaged, work, View(work.questions)).answers
+    with few_blas_threads():
+        expected = serve(language_model, unpaged, work, View(work.questions)).answers
     pairs = enumerate(zip(result.answers, expected, strict=True), start=1)
     differing = [number for number, (paged, dense) in pairs if paged != dense]
     if differing:

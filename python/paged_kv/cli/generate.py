@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from paged_kv.cli.blas import few_blas_threads
 from paged_kv.cli.text import printable
 from paged_kv.llm import Engine, LanguageModel, Request, SamplingParams, load, new_cache
 
@@ -60,7 +61,7 @@ def run_generate(
     num_tokens = sum(len(ids) + params.max_tokens + page_size for ids in encoded)
     cache = new_cache(language_model.config, num_tokens=num_tokens, page_size=page_size, dtype=dtype)
     headings = Console(stderr=True, highlight=False)
-    with Engine(language_model.model, cache) as engine:
+    with few_blas_threads(), Engine(language_model.model, cache) as engine:
         requests = [engine.submit(ids, params) for ids in encoded]
         for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
             if json_lines:
