@@ -24,7 +24,7 @@ pub enum Error {
         /// Position in the batch of the first sequence that did not fit.
         index: Option<usize>,
     },
-    /// The request is larger than the whole pool: waiting can't help.
+    /// One request or sequence is larger than the whole pool: neither waiting nor preempting helps.
     #[error("never fits: {requested} pages requested, the pool has {total}{}", at(*index))]
     NeverFits {
         /// Pages requested.

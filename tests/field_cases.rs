@@ -247,6 +247,9 @@ fn field_c37_a_request_that_never_fits_is_told_apart_from_one_that_must_wait() {
     assert!(matches!(next.append(16), Err(Error::OutOfPages { requested: 4, free: 2, .. })));
     let both = world.tables.open(&[&running, &next], NewTokens::Counts(&[8, 17]), None).map(drop);
     assert!(matches!(both, Err(Error::NeverFits { index: Some(1), .. })), "{both:?}");
+    // Each fits, only their sum does not: a smaller batch would do, so this is a shortage.
+    let sum = world.tables.open(&[&running, &next], NewTokens::Counts(&[8, 16]), None).map(drop);
+    assert!(matches!(sum, Err(Error::OutOfPages { requested: 6, free: 2, index: Some(1), .. })), "{sum:?}");
     running.free();
     next.append(16).unwrap();
     drop((running, next));

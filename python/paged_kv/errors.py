@@ -54,7 +54,7 @@ class OutOfPagesError(PagedKvError, MemoryError):
 
 
 class NeverFitsError(PagedKvError, ValueError):
-    """The request is larger than the whole pool: waiting can't help.
+    """One request or sequence is larger than the whole pool: neither waiting nor preempting helps.
 
     It is deliberately no ``MemoryError``, so that a loop which preempts and retries when memory
     is short does not spin on it.

@@ -96,7 +96,9 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     }
 
     /// Reserves up to each target and copies shared tail pages, all or nothing. `cow` is false
-    /// where nobody could carry the copies out yet. Errors name the position in `changes`.
+    /// where nobody could carry the copies out yet. Errors name the position in `changes`: a
+    /// sequence that alone exceeds the pool never fits; where only their sum does, a smaller batch
+    /// would, so that is a shortage.
     pub(super) fn prepare(&self, changes: &mut [Change], cow: bool) -> Result<Vec<PageCopy>> {
         let total = u64::from(self.pool.num_pages());
         if let Some(i) = changes.iter().position(|c| u64::from(self.pages_for(c.target)) > total) {
@@ -108,10 +110,6 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         loop {
             if needed == 0 {
                 return Ok(Vec::new());
-            }
-            if needed > total {
-                let index = first_beyond(changes, total);
-                return Err(Error::NeverFits { requested: needed, total, index });
             }
             match self.pool.take(needed as usize, &mut pages) {
                 Ok(()) => break,

@@ -212,9 +212,6 @@ impl Model {
             })
         };
         let (free, deferred) = (u64::from(self.free()), 0);
-        if requested > total {
-            return Err(Error::NeverFits { requested, total, index: first_beyond(total) });
-        }
         if requested > free {
             let index = first_beyond(free);
             return Err(Error::OutOfPages { requested, free, evictable: 0, deferred, index });

@@ -281,11 +281,10 @@ class Engine:
                 for index in error.indices:
                     if not plan[index][0].aborted:
                         plan[index][0].finish("error", error)
-            except (OutOfPagesError, NeverFitsError) as error:
-                # A batch of several may exceed the pool though each of them fits.
-                if isinstance(error, NeverFitsError) and len(plan) == 1:
-                    plan[0][0].finish("error", error)
-                elif not self._make_room(error):
+            except NeverFitsError as error:
+                plan[error.index or 0][0].finish("error", error)
+            except OutOfPagesError as error:
+                if not self._make_room(error):
                     return [], None
 
     def _plan(self) -> list[tuple[Request, list[int]]]:
