@@ -268,8 +268,10 @@ impl Case {
     fn tolerances(&self) -> (f64, f64) {
         let scale = self.scale.map_or_else(|| (self.head_dim as f64).sqrt().recip(), f64::from);
         // Typical, not worst, case of the sum of head_dim products and of the largest bias.
-        let logit = 3.0 * f64::from(self.magnitude) * scale.abs() * (self.head_dim as f64).sqrt()
-            + f64::from(self.soft_cap.min(8.0));
+        let root = (self.head_dim as f64).sqrt();
+        let logit = 3.0 * f64::from(self.magnitude) * scale.abs() * root + f64::from(self.soft_cap.min(8.0));
+        // A sum of n products, one after the other, errs by some sqrt(n) roundings.
+        let logit = logit * (1.0 + root / 12.0);
         let bias = self.slopes.iter().flatten().fold(0.0_f64, |max, &s| max.max(f64::from(s.abs())));
         let far = self.sequences.iter().map(|s| s.0).max().unwrap_or(0) as f64;
         let sink = self.sinks.iter().flatten().fold(0.0_f64, |max, &s| max.max(f64::from(s.abs())));
