@@ -109,6 +109,10 @@ fn i5_stale_foreign_and_impossible_handles_are_refused_and_change_nothing() {
     assert!(matches!(refused(PageHandle(u64::MAX)), Error::InvalidPage { .. }));
     pool.release(&[held[1], held[1]]).expect_err("listed twice, held once");
     assert_eq!(pool.fingerprint(), before);
+    pool.retain(&[held[2]]).expect("held");
+    let before = pool.fingerprint();
+    pool.release(&[held[2]; 3]).expect_err("listed three times, held twice");
+    assert_eq!(pool.fingerprint(), before);
     pool.retain(&[held[1], held[1]]).expect("listed twice");
     assert_eq!(pool.ref_count_of(held[1]), Ok(3));
     pool.release(&[held[1], held[0], held[1], held[1]]).expect("held three times");
