@@ -1,6 +1,5 @@
 //! What several test programs share: memory whose slots carry stamps, and random numbers that a
 //! seed brings back.
-#![allow(dead_code, reason = "each test program uses its part")]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -138,9 +137,4 @@ impl Random {
     pub(crate) fn once_in(&mut self, n: usize) -> bool {
         self.below(n) == 0
     }
-}
-
-/// A number from the environment, for longer runs and for bringing a failure back.
-pub(crate) fn setting(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
 }

@@ -15,6 +15,8 @@ mod books;
 mod common;
 mod model;
 mod named;
+#[path = "../common/setting.rs"]
+mod setting;
 mod single;
 mod threads;
 mod worker;

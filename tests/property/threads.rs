@@ -7,7 +7,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Mutex, PoisonError};
 
 use crate::backend::{Backend, KvMemory, StampMemory};
-use crate::common::setting;
+use crate::setting::setting;
 use crate::worker::Worker;
 
 /// Runs `ops` operations over `threads` threads, with some rests in between.

@@ -9,7 +9,7 @@ use paged_kv::layout::{CacheLayout, PageOrder};
 use paged_kv::storage::{RegionOptions, RowsView};
 use paged_kv::table::NewTokens;
 
-use crate::common::setting;
+use crate::setting::setting;
 
 #[test]
 fn i12_a_batch_ended_by_one_thread_while_others_write_ends_once_and_whole() {

@@ -5,5 +5,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod ending;
+#[path = "../common/setting.rs"]
+mod setting;
 #[cfg(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod stopped;

@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 
 use paged_kv::table::{NewTokens, Outcome, Sequence};
 
-use crate::common::{Random, World, setting};
+use crate::common::{Random, World};
+use crate::setting::setting;
 
 /// What the stopped thread and the one that stops it tell each other.
 const RUNNING: u32 = 0;
@@ -106,7 +107,8 @@ fn others_go_on(world: &World<4, 2>, shared: &Sequence<4, 2>) {
     let content = world.decode(&own, 13);
     let lease = world.tables.open(&[&own, shared], NewTokens::Each(0), None).expect("readers never fail");
     own.truncate(5).expect("nobody else's");
-    world.decode(&own, 9);
+    let more = world.decode(&own, 9);
+    assert_eq!(world.read(&own), [&content[..5], &more].concat());
     let seen = (0..13).map(|p| world.stamps.read(lease.page(0, p), p as usize % 4));
     assert!(seen.eq(content));
     let child = shared.fork().expect("forkers never fail");
