@@ -78,6 +78,12 @@ impl PagesLayout {
             .ok_or_else(|| Error::Layout(format!("pages overflow the address space: {self:?}")))
     }
 
+    /// Bytes from a page's first element to one past its last: in dense memory, those of the page.
+    pub fn page_bytes(&self) -> usize {
+        let (heads, tokens) = (self.num_heads.saturating_sub(1), self.page_size.saturating_sub(1));
+        (heads * self.head_stride + tokens * self.token_stride + self.head_dim) * self.dtype.size()
+    }
+
     /// Element offset of one token of one head.
     #[inline]
     pub fn offset(&self, page: usize, head: usize, token: usize) -> usize {

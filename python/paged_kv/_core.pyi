@@ -110,7 +110,7 @@ class KvCache:
         layout: _Layout = "HND",
         window_left: int = -1,
         device: object = None,
-        storage: Iterable[tuple[_Array, _Array]] | None = None,
+        storage: Iterable[Iterable[_Array]] | None = None,
         null_page: bool = False,
         num_threads: int | None = None,
         huge_pages: Literal["auto", "on", "off"] = "auto",

@@ -105,6 +105,12 @@ impl Batch {
         self.gate.is_closed()
     }
 
+    /// # Errors
+    /// `Value` if it was committed or closed.
+    pub fn check_open(&self) -> Result<()> {
+        if self.is_ended() { Err(ended()) } else { Ok(()) }
+    }
+
     /// Keeps the first `keep[i]` new tokens of each sequence (`None`: all), drops the rest, counts
     /// what is kept as computed, and ends the batch. Sequences freed meanwhile are skipped.
     ///

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use super::KvCache;
-use crate::attention::{ThreadPool, copy_tokens};
+use crate::attention::{ThreadPool, copy_tokens, write_rows};
 use crate::error::{Error, Result};
 use crate::ids::PageId;
 use crate::layout::{CacheLayout, Which};
 use crate::pool::PagePool;
-use crate::storage::{KvStorage, RegionOptions};
+use crate::storage::{KvStorage, RegionOptions, RowsView};
 use crate::table::{CopyPages, PageCopy, Tables};
 
 /// What a cache is made of. `layout.num_pages` counts the pages that can be handed out; a null page
@@ -70,7 +70,9 @@ impl CacheOptions {
         }
         let num_pages = l.num_pages.checked_add(usize::from(self.null_page));
         let num_pages = num_pages.ok_or_else(|| Error::Layout(format!("{} pages overflow", l.num_pages)))?;
-        Ok(CacheLayout { num_pages, ..*l })
+        let layout = CacheLayout { num_pages, ..*l };
+        layout.total_bytes()?;
+        Ok(layout)
     }
 }
 
@@ -101,7 +103,25 @@ impl KvCache {
                 storage.layout()
             )));
         }
-        Self::assemble(options, layout, Some(storage))
+        let cache = Self::assemble(options, layout, Some(storage))?;
+        if options.null_page {
+            cache.clear_null_page()?;
+        }
+        Ok(cache)
+    }
+
+    /// Mapped memory is zero to begin with; that of others need not be.
+    fn clear_null_page(&self) -> Result<()> {
+        let slots: Vec<i64> = (0..self.layout.page_size as i64).collect();
+        for layer in 0..self.layout.num_layers {
+            for which in [Which::Key, Which::Value] {
+                let pages = self.pages(layer, which, true)?;
+                let shape = [slots.len(), pages.layout().num_heads, pages.layout().head_dim];
+                let zeros = vec![0.0_f32; shape.iter().product()];
+                write_rows(RowsView::from_slice(&zeros, shape)?, pages, &slots, &self.threads)?;
+            }
+        }
+        Ok(())
     }
 
     fn assemble(options: &CacheOptions, layout: CacheLayout, storage: Option<KvStorage>) -> Result<Self> {
@@ -125,7 +145,7 @@ struct Copier(Arc<KvStorage>);
 impl CopyPages for Copier {
     fn copy(&self, copies: &[PageCopy]) {
         let slots = copies.iter().map(|copy| (copy.source, copy.destination, copy.tokens as usize));
-        copy_slots(&self.0, &slots).expect("pages of the pool, in memory checked to be writable");
+        copy_slots(&self.0, &slots).expect("pages of the pool, none copied to itself");
     }
 }
 

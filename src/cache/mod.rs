@@ -115,6 +115,10 @@ impl KvCache {
             }
             Step::View(view) => {
                 self.check_view(view)?;
+                let null_slots = if self.null_page { 0..self.layout.page_size as i64 } else { 0..0 };
+                if view.slot_mapping.iter().any(|slot| null_slots.contains(slot)) {
+                    return Err(self.null_page_error());
+                }
                 write(&view.slot_mapping)
             }
         }
@@ -172,7 +176,7 @@ impl KvCache {
                 }
             }
             if self.null_page && destination == 0 {
-                return invalid(0, "is the null page and stays zero");
+                return Err(self.null_page_error());
             }
             if source == destination {
                 return invalid(source, "cannot be copied to itself");
@@ -180,6 +184,24 @@ impl KvCache {
         }
         let pages = copies.iter().map(|&[s, d]| (PageId(s as u32), PageId(d as u32)));
         build::copy_slots(storage, &pages.map(|(s, d)| (s, d, self.layout.page_size)))
+    }
+
+    /// Pages for tables of one's own; see [`PagePool::alloc`]. Only the tables know how many pages
+    /// come back when leases end, so this error tells and the pool's doesn't.
+    ///
+    /// # Errors
+    /// `OutOfPages` or `NeverFits`; nothing is taken then.
+    pub fn alloc(&self, n: usize) -> Result<Vec<PageHandle>> {
+        self.pool().alloc(n).map_err(|error| match error {
+            Error::OutOfPages { requested, free, evictable, index, .. } => Error::OutOfPages {
+                requested,
+                free,
+                evictable,
+                deferred: self.tables.deferred_pages(),
+                index,
+            },
+            other => other,
+        })
     }
 
     /// Ids of the sequences whose tables include a page.
@@ -244,21 +266,22 @@ impl KvCache {
     /// until `max_bytes` are on their way. Returns the bytes asked for; reads and changes nothing.
     pub fn prefetch(&self, sequence: &Sequence, max_bytes: usize) -> Result<usize> {
         const LINE: usize = 64;
-        let storage = self.require_storage()?;
+        self.require_storage()?;
         self.check_own(sequence.tables(), "sequence")?;
         let pages = self.tables.pages_for(sequence.num_computed_tokens()?) as usize;
         let table = sequence.block_table()?;
-        let page_bytes = self.layout.page_bytes()?;
         let mut left = max_bytes;
         for layer in 0..self.layout.num_layers {
-            let keys = storage.pages(layer, Which::Key, false)?;
+            let (keys, values) = self.layer(layer, false)?;
             for &page in table.iter().take(pages) {
-                let start = keys.slot(page as usize, 0, 0);
-                let bytes = page_bytes.min(left / LINE * LINE);
-                (0..bytes).step_by(LINE).for_each(|at| prefetch_address(start.wrapping_add(at)));
-                left -= bytes;
-                if left < LINE {
-                    return Ok(max_bytes - left);
+                for half in [keys, values] {
+                    let start = half.slot(page as usize, 0, 0);
+                    let bytes = half.layout().page_bytes().min(left / LINE * LINE);
+                    (0..bytes).step_by(LINE).for_each(|at| prefetch_address(start.wrapping_add(at)));
+                    left -= bytes;
+                    if left < LINE {
+                        return Ok(max_bytes - left);
+                    }
                 }
             }
         }
@@ -281,6 +304,11 @@ impl KvCache {
 
     fn require_storage(&self) -> Result<&Arc<KvStorage>> {
         self.storage.as_ref().ok_or_else(no_storage)
+    }
+
+    fn null_page_error(&self) -> Error {
+        let num_pages = self.layout.num_pages as u64;
+        Error::InvalidPage { page: 0, num_pages, reason: "is the null page and stays zero" }
     }
 
     fn check_view(&self, view: &BatchView) -> Result<()> {

@@ -186,8 +186,9 @@ impl Batch {
         self.batch.close();
     }
 
-    fn __enter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
-        slf
+    fn __enter__(slf: PyRef<'_, Self>) -> PyResult<PyRef<'_, Self>> {
+        slf.batch.check_open()?;
+        Ok(slf)
     }
 
     #[pyo3(signature = (exc_type, exc_value, traceback))]

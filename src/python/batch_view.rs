@@ -4,7 +4,7 @@ use numpy::{PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
-use super::array::{Array, integers, lend};
+use super::array::{Array, integers, lend, named};
 use super::fill::{Field, fill};
 use crate::cache;
 use crate::error::{Error, Result};
@@ -212,7 +212,9 @@ pub(super) fn pairs<'py>(py: Python<'py>, pairs: &[[i64; 2]]) -> PyResult<Bound<
 
 /// `[n, 2]`, an array or a sequence of pairs.
 pub(super) fn parse_pairs(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Vec<[i64; 2]>> {
-    let Some(array) = Array::import(name, object)? else { return object.extract() };
+    let Some(array) = Array::import(name, object)? else {
+        return object.extract().map_err(|error| named(object.py(), name, "pairs of integers", error));
+    };
     let [_, 2] = array.shape() else {
         return Err(array.refuse("must have the 2 axes [n, 2]").into());
     };

@@ -125,10 +125,15 @@ fn bytes(memory: &Bound<'_, PyAny>) -> PyResult<u64> {
 /// `[(key_pages, value_pages), ...]`.
 fn arrays<'py>(storage: &Bound<'py, PyAny>) -> PyResult<Vec<[Array<'py>; 2]>> {
     let mut arrays = Vec::new();
-    for layer in storage.try_iter()? {
-        let (key, value): (Bound<'py, PyAny>, Bound<'py, PyAny>) = layer?.extract()?;
-        arrays
-            .push([Array::new("key_pages in storage", &key)?, Array::new("value_pages in storage", &value)?]);
+    for (layer, pair) in storage.try_iter()?.enumerate() {
+        // A tuple, a list, an array with keys and values along its first axis; of anything longer
+        // no more is looked at than shows that it is.
+        let pair = pair?.try_iter()?.take(3).collect::<PyResult<Vec<_>>>()?;
+        let [key, value] = &pair[..] else {
+            let message = format!("layer {layer} in storage is no pair (key_pages, value_pages)");
+            return Err(Error::Layout(message).into());
+        };
+        arrays.push([Array::new("key_pages in storage", key)?, Array::new("value_pages in storage", value)?]);
     }
     Ok(arrays)
 }

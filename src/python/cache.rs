@@ -53,7 +53,7 @@ use crate::storage::RegionOptions;
 ///     query sees; -1 for all.
 /// device : str
 ///     ``"cpu"``.
-/// storage : iterable of (array, array), optional
+/// storage : iterable of pairs of arrays, optional
 ///     ``(key_pages, value_pages)`` of each layer, each with the axes ``[num_pages, *page]`` in the
 ///     order of `layout`: the cache works on these arrays and keeps them alive. Sizes that are not
 ///     given are theirs. Nobody else may write pages that the cache has handed out.
@@ -438,7 +438,7 @@ impl KvCache {
     /// Raises
     /// ------
     /// ValueError, LayoutError
-    ///     For a layer that is not there, a cache without storage or over read-only arrays.
+    ///     For a layer that is not there, a cache without storage.
     #[pyo3(signature = (layer, writable=false))]
     fn key_pages(&self, layer: usize, writable: bool) -> PyResult<Tensor> {
         self.pages(layer, Which::Key, writable)

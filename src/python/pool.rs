@@ -58,7 +58,7 @@ impl PagePool {
     /// NeverFitsError
     ///     Where the pool is smaller.
     fn alloc<'py>(&self, py: Python<'py>, n: usize) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        let handles = self.0.pool().alloc(n)?.into_iter().map(|handle| handle.0).collect();
+        let handles = self.0.alloc(n)?.into_iter().map(|handle| handle.0).collect();
         Ok(PyArray1::from_vec(py, handles))
     }
 

@@ -25,8 +25,6 @@ pub struct LayerPages {
     pub base: *mut u8,
     /// Shape and strides.
     pub layout: PagesLayout,
-    /// Whether the memory may be written.
-    pub writable: bool,
 }
 
 /// Keys and values of every layer in host memory, owned by the cache or by someone else.
@@ -67,7 +65,6 @@ impl KvStorage {
                 planes.map(|(layout, offset)| LayerPages {
                     base: region.base().wrapping_add(layer * layer_bytes + offset),
                     layout,
-                    writable: true,
                 })
             })
             .collect();
@@ -83,8 +80,8 @@ impl KvStorage {
     /// its dtype, if its strides let two slots overlap, or if two arrays are the same memory.
     ///
     /// # Safety
-    /// - Each `base` is valid for `layout.span()` elements of reads, and of writes if `writable`,
-    ///   until `owner` is dropped, from any thread.
+    /// - Each `base` is valid for `layout.span()` elements of reads and writes until `owner`
+    ///   is dropped, from any thread.
     /// - Arrays of different layers, and keys and values, share no element.
     /// - Until then nobody else writes slots of pages that the cache has handed out.
     pub unsafe fn adopt(
@@ -126,17 +123,13 @@ impl KvStorage {
     /// The keys or values of one layer.
     ///
     /// # Errors
-    /// [`Error::Value`] if there is no such layer, [`Error::Layout`] if `writable` is asked of
-    /// memory that was adopted as read-only.
+    /// [`Error::Value`] if there is no such layer.
     #[inline]
     pub fn pages(&self, layer: usize, which: Which, writable: bool) -> Result<PagesView<'_>> {
         let Some(planes) = self.layers.get(layer) else {
             return Err(Error::Value(format!("layer {layer} is not below {} layers", self.layers.len())));
         };
         let plane = &planes[which as usize];
-        if writable && !plane.writable {
-            return Err(Error::Layout(format!("layer {layer}, {which:?}: the adopted array is read-only")));
-        }
         // SAFETY: `map` lays every layer inside its region and `adopt`'s caller vouches for its
         // arrays; `owner` lives as long as the borrow of `self`. That no slot is written while
         // another thread uses it is promised by those who go through the view: they hold leases.

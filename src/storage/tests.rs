@@ -33,7 +33,7 @@ fn arrays(shape: CacheLayout) -> (Vec<Vec<u16>>, Vec<[LayerPages; 2]>) {
                 let (mut memory, layout) = array(shape, which);
                 let base = memory.as_mut_ptr().cast();
                 owned.push(memory);
-                LayerPages { base, layout, writable: true }
+                LayerPages { base, layout }
             })
         })
         .collect();
@@ -98,15 +98,6 @@ fn adopted_memory_is_the_owners_and_lives_as_long_as_the_storage() {
     assert_eq!(Arc::strong_count(&owner), 2);
     drop(storage);
     assert_eq!(Arc::strong_count(&owner), 1);
-}
-
-#[test]
-fn read_only_arrays_are_read_and_never_written() {
-    let storage = adopt_with(|layers| layers[1][1].writable = false).unwrap();
-    assert!(storage.pages(1, Which::Value, false).is_ok());
-    assert!(storage.pages(1, Which::Key, true).is_ok());
-    let error = storage.pages(1, Which::Value, true).unwrap_err();
-    assert!(matches!(&error, Error::Layout(text) if text.contains("read-only")), "{error}");
 }
 
 #[test]

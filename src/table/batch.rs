@@ -151,16 +151,15 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
         let mut previous = None;
         for (slot, i) in order {
             let i = i as usize;
-            if count(i) == Some(0) {
-                self.hold_reader(slot, i).map_err(|error| (error, i))?;
-                continue;
-            }
             if let Some((_, first)) = previous.filter(|&(before, _)| before == slot) {
-                let again = format!("the sequence at index {i} is the one at index {first} again");
-                return Err((Error::Value(again), i));
+                return Err((Error::Value(format!("the same sequence as at index {first}")), i));
             }
             previous = Some((slot, i));
-            self.hold_writer(slot, i, sequences[i].id(), count(i)).map_err(|error| (error, i))?;
+            let held = match count(i) {
+                Some(0) => self.hold_reader(slot, i),
+                count => self.hold_writer(slot, i, sequences[i].id(), count),
+            };
+            held.map_err(|error| (error, i))?;
         }
         Ok(())
     }

@@ -146,6 +146,7 @@ def test_an_ended_batch_refuses_everything_but_close() -> None:
         lambda: cache.write(0, key, rows(0, [1, 2], V_DIM), batch),
         lambda: cache.attend(0, key, batch),
         lambda: batch.block_table,
+        batch.__enter__,
         lambda: pickle.dumps(batch),
     ):
         with pytest.raises(ValueError, match="committed or closed"):
@@ -173,8 +174,9 @@ def test_bad_batches_are_refused_and_change_nothing() -> None:
     a, b, freed, foreign = cache.sequence([1, 2, 3]), cache.sequence(), cache.sequence(), other.sequence()
     freed.free()
     before = observable(cache, a, b)
-    with pytest.raises(ValueError, match="index 1"):
-        cache.batch([a, a], 1)
+    for counts in (0, 1, None, [0, 1], [1, 0]):
+        with pytest.raises(ValueError, match=r"the same sequence as at index 0 \(sequence at index 2\)"):
+            cache.batch([a, b, a], counts if isinstance(counts, int | None) else [counts[0], 0, counts[1]])
     with pytest.raises(ValueError, match="another cache"):
         cache.batch([a, foreign], 1)
     with pytest.raises(paged_kv.SequenceFreedError) as caught:
@@ -196,6 +198,13 @@ def test_bad_batches_are_refused_and_change_nothing() -> None:
         cache.batch([a], 1, num_queries=2)
     with pytest.raises(ValueError, match="stream"):
         cache.batch([a], 1, stream=7)  # type: ignore[arg-type]
+    for name, use in (
+        ("num_new_tokens", lambda: cache.batch([a], 1.0)),  # type: ignore[arg-type]
+        ("num_queries", lambda: cache.batch([a], 1, num_queries="1")),  # type: ignore[arg-type]
+        ("token_ids", lambda: cache.batch([a], 1, token_ids=[1.0])),  # type: ignore[list-item]
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be an array or a sequence of integers"):
+            use()
     for what in (a, [a, "b"], 3):
         with pytest.raises(TypeError):
             cache.batch(what, 1)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Caches: sizes, memory of one's own or of others, zero-copy views, reordering, statistics."""
 
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -20,6 +21,7 @@ from model import (
     rows,
     small_cache,
     step,
+    write,
 )
 
 PAGE_BYTES = LAYERS * PAGE_SIZE * KV_HEADS * (DIM + V_DIM) * 4
@@ -66,6 +68,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no heads": ({"num_kv_heads": 0}, paged_kv.LayoutError, "num_kv_heads"),
     "heads missing": ({"num_kv_heads": None}, ValueError, "num_kv_heads is needed"),
     "dim missing": ({"head_dim": None}, ValueError, "head_dim is needed"),
+    "bytes beyond 64 bits without storage": (
+        {"num_layers": 0, "num_kv_heads": 2**40, "head_dim": 2**40},
+        paged_kv.LayoutError,
+        "overflow",
+    ),
     "bytes beyond 64 bits": ({"head_dim": 2**60}, paged_kv.LayoutError, "overflow"),
     "memory of the machine": ({"num_pages": 2**27, "head_dim": 2**12}, paged_kv.CacheMemoryError, "bytes"),
     "neither size": ({"num_pages": None}, ValueError, "num_pages= or memory="),
@@ -220,6 +227,14 @@ def test_a_null_page_stays_zero() -> None:
     assert not np.asarray(cache.key_pages(0))[0].any()
     with pytest.raises(paged_kv.InvalidPageError, match="null page"):
         cache.copy_pages([(1, 0)])
+    # A scheduler with as many pages, but without a null page, hands page 0 out.
+    scheduler = small_cache(num_pages=17)
+    with scheduler.batch([scheduler.sequence()], 2) as batch:
+        view = pickle.loads(pickle.dumps(batch))
+        with pytest.raises(paged_kv.InvalidPageError, match="null page") as caught:
+            write(cache, view, [1, 2])
+        assert (caught.value.page, caught.value.num_pages) == (0, 17)
+    assert not np.asarray(cache.key_pages(0))[0].any()
     other = cache.sequence()
     with cache.batch([seq, other], 0) as batch:
         assert (batch.block_table[1] == 0).all()
@@ -334,9 +349,30 @@ class TestStorage:
         gc.collect()
         assert all(ref() is None for ref in gone)
 
-    def test_a_null_page_is_one_of_its_pages(self) -> None:
-        cache = small_cache(storage=self.arrays("apart"), num_pages=None, null_page=True)
+    def test_a_null_page_is_one_of_its_pages_and_becomes_zero(self) -> None:
+        storage = self.arrays("page by page")
+        for pair in storage:
+            for array in pair:
+                array[:] = np.nan
+        cache = small_cache(storage=storage, num_pages=None, v_head_dim=None, null_page=True)
         assert cache.num_pages == 15
+        for pair in storage:
+            for array in pair:
+                assert not array[0].any()
+                assert np.isnan(array[1:]).all()
+
+    @pytest.mark.parametrize("kind", [tuple, list, np.stack, iter])
+    def test_a_layer_is_any_pair(self, kind: Any) -> None:
+        storage = [kind(layer) for layer in self.arrays("layer by layer")]
+        cache = small_cache(storage=storage, v_head_dim=None)
+        if kind is np.stack:
+            assert cache.value_pages(1).data_ptr == storage[1][1].ctypes.data
+
+    def test_prefetch_goes_where_keys_and_values_lie(self) -> None:
+        cache = small_cache(storage=self.arrays("apart"))
+        seq = cache.sequence()
+        step(cache, [seq], [[1, 2, 3, 4, 5]])
+        assert seq.prefetch() == 2 * PAGE_BYTES
 
     def test_what_does_not_fit_is_refused(self) -> None:
         good = self.arrays("apart")
@@ -357,14 +393,19 @@ class TestStorage:
                 paged_kv.LayoutError,
                 "overlap",
             ),
-            ([good[0], 3], {}, TypeError, "tuple"),
+            ([good[0], 3], {}, TypeError, "not iterable"),
             (3, {}, TypeError, "not iterable"),
+            ([good[0], (*good[1], good[1][0])], {}, paged_kv.LayoutError, "layer 1 in storage is no pair"),
+            ([good[0], good[1][:1]], {}, paged_kv.LayoutError, "layer 1 in storage is no pair"),
+            (
+                [good[0], np.broadcast_to(np.float32(0), (2**40, 1))],
+                {},
+                paged_kv.LayoutError,
+                "layer 1 in storage is no pair",
+            ),
         ):
             with pytest.raises(error, match=message):
                 small_cache(storage=storage, **options)  # type: ignore[arg-type]
         good[1][0].flags.writeable = False
-        cache = small_cache(storage=good)
-        key, value = rows(0, [1], DIM), rows(0, [1], V_DIM)
-        batch = cache.batch([cache.sequence()], 1)
-        with batch, pytest.raises(paged_kv.LayoutError, match="read-only"):
-            cache.write(1, key, value, batch)
+        with pytest.raises(paged_kv.LayoutError, match="key_pages in storage is read-only"):
+            small_cache(storage=good)

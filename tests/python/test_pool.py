@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import paged_kv
-from model import small_cache, step
+from model import PAGE_SIZE, small_cache, step
 
 
 def test_alloc_gives_the_lowest_run_with_a_count_of_one() -> None:
@@ -37,6 +37,19 @@ def test_alloc_is_all_or_nothing() -> None:
     with pytest.raises(OverflowError):
         pool.alloc(-1)
     pool.release(handles)
+
+
+def test_a_failing_alloc_tells_how_many_pages_leases_hold() -> None:
+    cache = small_cache()
+    seq = cache.sequence()
+    step(cache, [seq], [list(range(8 * PAGE_SIZE))])
+    with cache.batch([seq], 0):
+        seq.truncate(0)
+        with pytest.raises(paged_kv.OutOfPagesError) as caught:
+            cache.pool.alloc(10)
+    error = caught.value
+    assert (error.requested, error.free, error.evictable, error.deferred) == (10, 8, 0, 8)
+    assert cache.pool.alloc(10).size == 10
 
 
 def test_a_second_release_is_refused_and_changes_nothing() -> None:

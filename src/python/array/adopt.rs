@@ -51,8 +51,8 @@ pub(in crate::python) fn adopt(layout: CacheLayout, arrays: Vec<[Array<'_>; 2]>)
 }
 
 fn plane(array: &Array<'_>, layout: &CacheLayout) -> Result<LayerPages> {
-    let view = array.pages(layout.order, array.writable)?;
-    Ok(LayerPages { base: view.base(), layout: *view.layout(), writable: view.writable() })
+    let view = array.pages(layout.order, true)?;
+    Ok(LayerPages { base: view.base(), layout: *view.layout() })
 }
 
 fn keeper(array: Array<'_>) -> Keeper {

@@ -9,7 +9,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use half::{bf16, f16};
 use pyo3::conversion::FromPyObjectOwned;
-use pyo3::exceptions::{PyOverflowError, PyValueError};
+use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
@@ -132,10 +132,20 @@ where
         return Ok(array.integer_vector()?);
     }
     object.extract().map_err(|error: PyErr| {
-        if error.is_instance_of::<PyOverflowError>(object.py()) {
+        let py = object.py();
+        if error.is_instance_of::<PyOverflowError>(py) {
             PyValueError::new_err(format!("{name} holds a number that is no {}", T::NAME))
         } else {
-            error
+            named(py, name, "an array or a sequence of integers", error)
         }
     })
+}
+
+/// Says in a `TypeError` which argument is meant; other errors stay what they are.
+pub(in crate::python) fn named(py: Python<'_>, name: &str, want: &str, error: PyErr) -> PyErr {
+    if error.is_instance_of::<PyTypeError>(py) {
+        PyTypeError::new_err(format!("{name} must be {want}: {}", error.value(py)))
+    } else {
+        error
+    }
 }
