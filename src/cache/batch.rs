@@ -242,7 +242,8 @@ fn ended() -> Error {
     Error::Value("the batch was committed or closed".to_owned())
 }
 
-/// Cumulative query rows; a sequence has at most as many as tokens.
+/// Cumulative query rows. Whether a sequence may have more of them than tokens depends on the mask,
+/// so attention judges that.
 fn queries(counts: NewTokens<'_>, items: impl ExactSizeIterator<Item = BatchItem>) -> Result<Vec<i32>> {
     if let NewTokens::Counts(counts) = counts
         && counts.len() != items.len()
@@ -253,20 +254,9 @@ fn queries(counts: NewTokens<'_>, items: impl ExactSizeIterator<Item = BatchItem
             items.len()
         )));
     }
-    let mut rows = Vec::with_capacity(items.len());
-    for (i, item) in items.enumerate() {
-        let count = match counts {
-            NewTokens::Each(n) => n,
-            NewTokens::Counts(counts) => counts[i],
-            NewTokens::Reserved => item.new_tokens,
-        };
-        if count > item.seq_len() {
-            let len = item.seq_len();
-            return Err(Error::Value(format!(
-                "{count} queries of a sequence of {len} tokens (sequence at index {i})"
-            )));
-        }
-        rows.push(count);
-    }
-    view::cu_seqlens(rows.into_iter())
+    view::cu_seqlens(items.enumerate().map(|(i, item)| match counts {
+        NewTokens::Each(n) => n,
+        NewTokens::Counts(counts) => counts[i],
+        NewTokens::Reserved => item.new_tokens,
+    }))
 }

@@ -278,7 +278,9 @@ impl KvCache {
     /// token_ids : array of int or sequence of int, optional
     ///     ``[tokens]``: the ids of the new tokens, one sequence after another.
     /// num_queries : int or array of int or sequence of int, optional
-    ///     Query rows of each sequence, where they are not the new tokens (cross-attention).
+    ///     Query rows of each sequence, where they are not the new tokens (cross-attention). More
+    ///     than the sequence has tokens make sense only where positions don't count: not causal,
+    ///     without a window and ALiBi.
     /// stream : None
     ///     A cache in host memory has none.
     ///

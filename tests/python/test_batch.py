@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import oracle
 import paged_kv
-from model import DIM, KV_HEADS, PAGE_SIZE, V_DIM, check, check_batch, rows, small_cache, step, write
+from model import DIM, HEADS, KV_HEADS, PAGE_SIZE, V_DIM, check, check_batch, rows, small_cache, step, write
 
 ARRAYS = [
     "block_table",
@@ -194,8 +195,6 @@ def test_bad_batches_are_refused_and_change_nothing() -> None:
         cache.batch([a], 2, token_ids=[1, 9])
     with pytest.raises(ValueError, match="1"):
         cache.batch([b], 2, token_ids=[1])
-    with pytest.raises(ValueError, match="2 queries of a sequence of 1"):
-        cache.batch([a], 1, num_queries=2)
     with pytest.raises(ValueError, match="stream"):
         cache.batch([a], 1, stream=7)  # type: ignore[arg-type]
     for name, use in (
@@ -221,6 +220,24 @@ def test_pending_ids_are_taken_in_order() -> None:
     with cache.batch([seq], 2, token_ids=[4, 5]):
         pass
     assert seq.pending_token_ids.size == 0
+
+
+def test_more_queries_than_tokens_are_cross_attention() -> None:
+    cache = small_cache()
+    source, empty = cache.sequence(), cache.sequence()
+    step(cache, [source], [[1, 2, 3]])
+    query = rows(99, range(7), DIM, HEADS)
+    with cache.batch([source, empty], 0, num_queries=[5, 2]) as batch:
+        assert batch.cu_seqlens_q.tolist() == [0, 5, 7]
+        out, lse = cache.attend(0, query, batch, causal=False, return_lse=True)
+        with pytest.raises(ValueError, match="sequence 0 has 5 queries but only 3 tokens"):
+            cache.attend(0, query, batch)
+    key, value = rows(0, [1, 2, 3], DIM).astype(np.float64), rows(0, [1, 2, 3], V_DIM).astype(np.float64)
+    want, want_lse = oracle.attention(query[:5].astype(np.float64), key, value, causal=False)
+    np.testing.assert_allclose(out[:5], want, atol=3e-6)
+    np.testing.assert_allclose(lse[:5], want_lse, atol=3e-6)
+    assert not out[5:].any()
+    assert np.isneginf(lse[5:]).all()
 
 
 def test_while_a_batch_is_open_others_read_and_fork_but_do_not_change() -> None:
