@@ -54,9 +54,9 @@ use crate::storage::RegionOptions;
 /// device : str
 ///     ``"cpu"``.
 /// storage : iterable of pairs of arrays, optional
-///     ``(key_pages, value_pages)`` of each layer, each with the axes ``[num_pages, *page]`` in the
-///     order of `layout`: the cache works on these arrays and keeps them alive. Sizes that are not
-///     given are theirs. Nobody else may write pages that the cache has handed out.
+///     ``(key_pages, value_pages)`` of each layer, writable, each ``[num_pages, *page]`` in the order
+///     of `layout`: the cache works on these arrays and keeps them alive. Sizes that are not given
+///     are theirs. Nobody else may write pages that the cache has handed out.
 /// null_page : bool
 ///     Keeps page 0 back, outside `num_pages`: zeros, which padding may refer to.
 /// num_threads : int, optional
@@ -278,9 +278,8 @@ impl KvCache {
     /// token_ids : array of int or sequence of int, optional
     ///     ``[tokens]``: the ids of the new tokens, one sequence after another.
     /// num_queries : int or array of int or sequence of int, optional
-    ///     Query rows of each sequence, where they are not the new tokens (cross-attention). More
-    ///     than the sequence has tokens make sense only where positions don't count: not causal,
-    ///     without a window and ALiBi.
+    ///     Query rows of each sequence, where they are not the new tokens (cross-attention): more
+    ///     than it has tokens only where positions don't count (not causal, no window, no ALiBi).
     /// stream : None
     ///     A cache in host memory has none.
     ///
@@ -433,9 +432,8 @@ impl KvCache {
     /// Returns
     /// -------
     /// Tensor
-    ///     ``[num_pages, num_kv_heads, page_size, head_dim]``, or
-    ///     ``[num_pages, page_size, num_kv_heads, head_dim]`` in the layout ``"NHD"``; a null page
-    ///     included. It keeps the memory alive, also without the cache.
+    ///     ``[num_pages, num_kv_heads, page_size, head_dim]``, a null page included; in the layout
+    ///     ``"NHD"`` with both middle axes swapped. Keeps the memory alive, also without the cache.
     ///
     /// Raises
     /// ------
