@@ -22,6 +22,7 @@ pub const MODELLED: bool = cfg!(loom);
 mod gate;
 mod memory;
 mod once_box;
+mod preload;
 mod segments;
 mod serial;
 mod thread_number;
@@ -30,6 +31,7 @@ mod try_cell;
 pub use gate::Gate;
 pub use memory::{copy_entries, prefetch, prefetch_address};
 pub use once_box::OnceBox;
+pub use preload::Preload;
 pub use segments::Segments;
 pub use serial::serial_number;
 #[cfg(loom)]

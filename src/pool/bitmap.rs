@@ -22,7 +22,7 @@
 use std::ops::Range;
 
 use super::lines::{Lines, WORDS_PER_LINE};
-use crate::sync::Ordering;
+use crate::sync::{Ordering, Preload};
 
 /// Items in one word.
 pub const WORD_BITS: u32 = 64;
@@ -218,8 +218,7 @@ impl Bitmap {
     #[inline]
     fn claim(&self, bits: Bits) -> bool {
         let word = self.levels[0].get(bits.word as usize);
-        // Relaxed: a preload, the compare-exchange decides.
-        let mut seen = word.load(Ordering::Relaxed);
+        let mut seen = word.preload();
         while seen & bits.mask == bits.mask {
             let rest = seen & !bits.mask;
             // Acquire: pairs with the Release in `give`. Release: pairs with the Acquire in `word`.

@@ -28,7 +28,7 @@
 //! unless its state is the same. A taker fails only if no version moved between two looks at all
 //! words: until the second look began only takes happened, and the sum was already too small.
 
-use crate::sync::{AtomicU64, CachePadded, Ordering};
+use crate::sync::{AtomicU64, CachePadded, Ordering, Preload};
 
 /// Fewer credits than requested were available at one instant during the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -165,8 +165,7 @@ impl<const SHARDS: usize> Credits<SHARDS> {
     #[inline]
     pub(super) fn take(&self, shard: usize, n: u64) -> Result<(), Shortage> {
         let own = &self.shards[shard % SHARDS];
-        // Relaxed: a preload, the compare-exchange decides.
-        let mut seen = Shard(own.load(Ordering::Relaxed));
+        let mut seen = Shard(own.preload());
         while seen.credits() >= n {
             // Acquire: pairs with the Release in `give`: the pages of these credits can be found.
             // Release: pairs with the Acquire of a failing taker's looks: whoever sees this take
@@ -183,8 +182,7 @@ impl<const SHARDS: usize> Credits<SHARDS> {
     #[inline]
     pub(super) fn give(&self, shard: usize, mut n: u64) {
         let own = &self.shards[shard % SHARDS];
-        // Relaxed: a preload, the compare-exchange decides.
-        let mut seen = Shard(own.load(Ordering::Relaxed));
+        let mut seen = Shard(own.preload());
         while n > 0 {
             let part = n.min(Shard::CAP - seen.credits());
             if part == 0 {
@@ -214,8 +212,7 @@ impl<const SHARDS: usize> Credits<SHARDS> {
 
     #[cold]
     fn give_central(&self, n: u64) {
-        // Relaxed: a preload, the compare-exchange decides.
-        let mut seen = Central(self.central.load(Ordering::Relaxed));
+        let mut seen = Central(self.central.preload());
         // Release: as in `give`.
         while let Err(now) = self.replace_central(seen, seen.given(n)) {
             seen = now;

@@ -2,7 +2,7 @@
 
 use super::lines::Lines;
 use crate::ids::PageId;
-use crate::sync::{Ordering, prefetch};
+use crate::sync::{Ordering, Preload, prefetch};
 
 /// The largest reference count.
 pub const MAX_COUNT: u32 = (1 << COUNT_BITS) - 1;
@@ -195,8 +195,7 @@ impl PageWords {
         order: Ordering,
     ) -> Result<PageWord, PageWord> {
         let word = self.0.get(page.index());
-        // Relaxed: a preload, the compare-exchange decides.
-        let mut seen = PageWord(word.load(Ordering::Relaxed));
+        let mut seen = PageWord(word.preload());
         loop {
             if !allow(seen) {
                 return Err(seen);

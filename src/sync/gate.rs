@@ -1,6 +1,6 @@
 //! Ends something after the last operation that uses it, without anyone waiting.
 
-use super::{AtomicU64, Ordering};
+use super::{AtomicU64, Ordering, Preload};
 
 /// Set once the gate is closed.
 const CLOSED: u64 = 1 << 63;
@@ -29,8 +29,7 @@ impl Gate {
     /// Begins an operation; false once the gate is closed.
     #[must_use = "an operation that was let in must leave"]
     pub fn enter(&self) -> bool {
-        // Relaxed: a preload, the compare-exchange decides.
-        let mut state = self.state.load(Ordering::Relaxed);
+        let mut state = self.state.preload();
         while state & CLOSED == 0 {
             // Acquire: pairs with the Release of earlier operations' `leave`.
             match self.state.compare_exchange_weak(state, state + 1, Ordering::Acquire, Ordering::Relaxed) {

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::slab::Vacant;
 use crate::error::{Error, Result};
 use crate::ids::TokenId;
-use crate::sync::{AtomicU32, AtomicU64, Ordering, TryCell};
+use crate::sync::{AtomicU32, AtomicU64, Ordering, Preload, TryCell};
 
 /// A thread or an open batch is changing the sequence.
 const BUSY: u32 = 1;
@@ -13,6 +13,8 @@ const BUSY: u32 = 1;
 const FREED: u32 = 2;
 /// Its handle is gone: the slot may be reused once nobody is changing it.
 const DROPPED: u32 = 4;
+/// No sequence has the slot.
+const VACANT: u32 = FREED | DROPPED;
 
 const NO_HEAD: u64 = u64::MAX;
 
@@ -44,7 +46,7 @@ pub(super) struct Known {
 impl Vacant for Slot {
     fn vacant() -> Self {
         Self {
-            state: AtomicU32::new(0),
+            state: AtomicU32::new(VACANT),
             generation: AtomicU32::new(0),
             head: AtomicU64::new(NO_HEAD),
             len: AtomicU32::new(0),
@@ -118,6 +120,10 @@ impl Slot {
         self.state.load(Ordering::Acquire) & FREED != 0
     }
 
+    pub(super) fn is_vacant(&self) -> bool {
+        self.state.load(Ordering::Acquire) == VACANT
+    }
+
     pub(super) fn is_busy(&self) -> bool {
         self.state.load(Ordering::Acquire) & BUSY != 0
     }
@@ -154,15 +160,15 @@ impl Slot {
 
     /// Frees; the current writer, if there is one, does it at its end. Never fails, never waits.
     pub(super) fn free(&self) -> Ended {
-        // Acquire: pairs with the Release that ended the previous change.
-        let mut state = self.state.load(Ordering::Acquire);
+        let mut state = self.state.preload();
         loop {
             if state & FREED != 0 {
                 return Ended { head: None, reusable: false };
             }
             // An idle sequence is claimed and freed here; a busy one is marked.
             let next = state | FREED | BUSY;
-            match self.state.compare_exchange_weak(state, next, Ordering::AcqRel, Ordering::Acquire) {
+            // AcqRel: as for a claim, and its end.
+            match self.state.compare_exchange_weak(state, next, Ordering::AcqRel, Ordering::Relaxed) {
                 Ok(_) if state & BUSY != 0 => return Ended { head: None, reusable: false },
                 Ok(_) => return self.finish_free(),
                 Err(now) => state = now,
