@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 CARGO  := cargo
 HOST    = $(shell rustc -vV | sed -n 's/^host: //p')
 
-# What loom may try between two points of one thread; empty explores everything.
+# Involuntary switches of thread that loom tries in one execution; empty: as each model states.
 LOOM_MAX_PREEMPTIONS ?=
 
 SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find src -name '*.rs')
@@ -53,7 +53,7 @@ test-python: $(VENV)/.tools $(VENV)/.extension
 
 # --cfg loom swaps the atomics, so these builds live in a folder of their own.
 loom: export RUSTFLAGS += --cfg loom
-loom: ## explore every interleaving of the lock-free protocols
+loom: ## explore the interleavings of the lock-free protocols
 	$(if $(LOOM_MAX_PREEMPTIONS),LOOM_MAX_PREEMPTIONS=$(LOOM_MAX_PREEMPTIONS)) \
 		$(CARGO) test --locked --profile loom --target-dir target/loom --test 'loom_*'
 

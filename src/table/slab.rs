@@ -4,6 +4,7 @@
 //! follows a stale number finds a slot of the same type and learns from its generation that it
 //! came too late. That is all the reclamation the tables need.
 
+use crate::error::{Error, Result};
 use crate::pool::{Bitmap, WORD_BITS};
 use crate::sync::{OnceBox, Segments, thread_number};
 
@@ -61,6 +62,19 @@ impl<T: Vacant> Slab<T> {
         made.flat_map(|(k, slots)| (Segments::<T>::first_of(k)..).zip(slots))
     }
 
+    /// Checks that just the slots that are not `in_use` can be taken. Needs rest.
+    pub(super) fn check(&self, what: &str, in_use: impl Fn(&T) -> bool) -> Result<()> {
+        for (index, slot) in self.iter() {
+            let (k, place) = Segments::<T>::locate(index);
+            let vacant = self.vacant[k].get().is_some_and(|vacant| vacant.contains(place));
+            if vacant == in_use(slot) {
+                let state = if vacant { "in use and vacant" } else { "neither in use nor vacant" };
+                return Err(Error::Corruption(format!("{what} {index} is {state}")));
+            }
+        }
+        Ok(())
+    }
+
     /// Slots ever made, or one more than the highest number.
     pub(super) fn capacity(&self) -> usize {
         let last = (0..Segments::<T>::COUNT).rev().find(|&k| self.slots.segment(k).is_some());
@@ -71,6 +85,19 @@ impl<T: Vacant> Slab<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn i11_a_slot_that_was_lost_or_given_too_early_is_noticed() {
+        let slab = Slab::<u8>::new();
+        let (first, second) = (slab.take(), slab.take());
+        let address = std::ptr::from_ref(slab.get(second));
+        let used = |slot: &u8| std::ptr::eq(slot, address);
+        assert!(matches!(slab.check("slot", used), Err(Error::Corruption(_))), "the first is lost");
+        slab.give(first);
+        slab.check("slot", used).unwrap();
+        slab.give(second);
+        assert!(matches!(slab.check("slot", used), Err(Error::Corruption(_))), "given while in use");
+    }
 
     impl Vacant for u8 {
         fn vacant() -> Self {

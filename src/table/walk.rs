@@ -127,15 +127,19 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         found
     }
 
-    /// Checks every count against a walk (invariants I1, I2). Needs rest.
+    /// Checks every count against a walk, and every slot of the slabs against its use (invariants
+    /// I1, I2, I11). Needs rest.
     ///
     /// # Errors
-    /// `Corruption` names the first page or leaf that is wrong; `NotQuiescent` if anything ran
+    /// `Corruption` names the first page, leaf or slot that is wrong; `NotQuiescent` if anything ran
     /// meanwhile, in which case nothing is said about the state.
     pub fn validate(&self) -> Result<()> {
         let before = self.fingerprint();
-        let found =
-            self.check_leaves().and_then(|()| self.check_pages()).and_then(|()| self.check_sequences());
+        let found = self
+            .check_leaves()
+            .and_then(|()| self.check_pages())
+            .and_then(|()| self.check_sequences())
+            .and_then(|()| self.check_slots());
         let pool = self.pool.validate();
         if self.fingerprint() != before {
             return Err(Error::NotQuiescent("tables or pages changed during validate()".to_owned()));
@@ -184,6 +188,12 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
             }
         }
         Ok(())
+    }
+
+    fn check_slots(&self) -> Result<()> {
+        self.leaves.check("leaf", |leaf| leaf.count.load(Ordering::Acquire) > 0)?;
+        self.versions.check("version", |version| version.count() > 0)?;
+        self.slots.check("sequence", |slot| !slot.is_vacant())
     }
 
     /// Versions by leaf. Indexed by leaf number; leaves made during the walk are left out.

@@ -45,14 +45,14 @@ fn i10_a_free_during_copy_on_write_gives_back_draft_and_head() {
 }
 
 /// Batch and handle go at the same time.
-fn drop_against_end(outcome: Outcome) {
+fn drop_against_end(keep: bool) {
     model(6, move || {
         let world = World::new(3, 2);
         let sequence = world.tables.sequence(&[]);
         world.decode(&sequence, &[1]).expect("enough pages");
         let batch = world.open(&[&sequence], 2).expect("enough pages");
         world.write(&batch, 0, &[2, 3]);
-        let outcome = outcome.clone();
+        let outcome = if keep { Outcome::Commit(None) } else { Outcome::Close };
         let ender = spawn(move || batch.end(&outcome));
         drop(sequence);
         assert!(ender.join().expect("no panic"));
@@ -62,12 +62,32 @@ fn drop_against_end(outcome: Outcome) {
 
 #[test]
 fn i9_a_handle_dropped_while_its_batch_commits_leaves_nothing() {
-    drop_against_end(Outcome::Commit(None));
+    drop_against_end(true);
 }
 
 #[test]
 fn i9_a_handle_dropped_while_its_batch_closes_leaves_nothing() {
-    drop_against_end(Outcome::Close);
+    drop_against_end(false);
+}
+
+#[test]
+fn i12_of_two_threads_that_end_a_batch_one_does() {
+    model(5, || {
+        let world = World::new(2, 2);
+        let sequence = world.computed(&[1]);
+        let batch = Arc::new(world.open(&[&sequence], 2).expect("enough pages"));
+        world.write(&batch, 0, &[2, 3]);
+        let closer = {
+            let batch = Arc::clone(&batch);
+            spawn(move || batch.end(&Outcome::Close))
+        };
+        let committed = batch.end(&Outcome::Commit(None));
+        assert!(committed != closer.join().expect("no panic"), "one of them");
+        assert_eq!(world.view(&sequence), Some(if committed { vec![1, 2, 3] } else { vec![1] }));
+        world.at_rest(u64::from(!committed));
+        drop((sequence, batch));
+        world.ends();
+    });
 }
 
 #[test]

@@ -149,6 +149,53 @@ fn i9_a_page_is_taken_again_only_after_the_last_lease() {
     });
 }
 
+#[test]
+fn i9_a_lease_defers_no_page_that_only_was_reserved() {
+    model(5, || {
+        let world = World::new(2, 1);
+        let sequence = world.computed(&[1]);
+        sequence.append(1).expect("enough pages");
+        let lease = world.open(&[&sequence], 0).expect("held");
+        let next = world.sequence();
+        let reader = {
+            let world = world.clone();
+            spawn(move || world.read(&lease, 0))
+        };
+        drop(sequence);
+        world.decode(&next, &[2]).expect("the reserved page is back, whether or not the lease is");
+        assert_eq!(reader.join().expect("no panic"), [1]);
+        world.at_rest(1);
+        drop(next);
+        world.ends();
+    });
+}
+
+#[test]
+fn i9_pages_of_a_shared_leaf_are_taken_again_only_after_the_last_lease() {
+    model(4, || {
+        let world = World::new(2, 1);
+        // A full leaf: the fork shares it as a whole, and each page is counted once.
+        let sequence = world.computed(&[1, 2]);
+        let fork = sequence.fork().expect("held");
+        let next = world.sequence();
+        let reader = {
+            let world = world.clone();
+            spawn(move || {
+                assert_eq!(world.view(&fork), Some(vec![1, 2]));
+                drop(fork);
+            })
+        };
+        drop(sequence);
+        let early = world.decode(&next, &[3, 4]).is_ok();
+        reader.join().expect("no panic");
+        assert!(early || world.decode(&next, &[3, 4]).is_ok(), "both are gone, the pages are back");
+        assert_eq!(world.view(&next), Some(vec![3, 4]));
+        world.at_rest(0);
+        drop(next);
+        world.ends();
+    });
+}
+
 /// The opener of a batch looks at the tail leaf before it holds anything, the reader of a table at
 /// leaves beyond the computed ones. Neither is ordered after the making of a new segment of leaves.
 #[test]
@@ -173,7 +220,7 @@ fn the_number_of_a_tail_that_is_replaced_names_a_leaf_that_exists() {
 
 #[test]
 fn the_number_of_a_leaf_that_is_replaced_names_a_leaf_that_exists() {
-    model(2, || {
+    model(3, || {
         let world = World::new(4, 1);
         let sequence = world.computed(&[1]);
         sequence.append(2).expect("enough pages");

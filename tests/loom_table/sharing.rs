@@ -58,7 +58,7 @@ fn i6_a_fork_during_a_close_has_exactly_the_computed_tokens() {
 
 #[test]
 fn i6_a_fork_that_appends_at_once_never_meets_the_parent_in_a_slot() {
-    model(2, || {
+    model(3, || {
         let world = World::new(3, 2);
         let parent = world.computed(&[1]);
         let forker = {
@@ -84,7 +84,7 @@ fn i6_a_fork_that_appends_at_once_never_meets_the_parent_in_a_slot() {
 
 #[test]
 fn i6_two_forks_that_append_at_once_never_both_write_in_place() {
-    model(2, || {
+    model(3, || {
         let world = World::new(3, 2);
         let (first, second) = {
             let parent = world.computed(&[1]);
@@ -141,6 +141,31 @@ fn i4_a_copy_that_does_not_fit_fails_only_while_the_sharer_is_there() {
         assert_eq!(world.view(&owner), Some(vec![1, 2]));
         world.at_rest(0);
         drop(owner);
+        world.ends();
+    });
+}
+
+#[test]
+fn i4_a_copy_that_became_needless_never_fails() {
+    model(4, || {
+        let world = World::new(2, 2);
+        let owner = world.computed(&[1]);
+        let sharer = owner.fork().expect("held");
+        let next = world.sequence();
+        let other = {
+            let (world, next) = (world.clone(), Arc::clone(&next));
+            spawn(move || {
+                drop(sharer);
+                world.decode(&next, &[9]).is_ok()
+            })
+        };
+        // At every instant there is a page for the copy, or no need of one.
+        world.decode(&owner, &[2]).expect("it always fits");
+        let decoded = other.join().expect("no panic") || world.decode(&next, &[9]).is_ok();
+        assert!(decoded, "the sharer's page or the free one is left");
+        assert_eq!(world.view(&owner), Some(vec![1, 2]));
+        world.at_rest(0);
+        drop((owner, next));
         world.ends();
     });
 }
