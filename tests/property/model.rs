@@ -318,16 +318,16 @@ impl Model {
             other => other,
         };
         let mut targets = vec![None; seqs.len()];
-        for (i, repeated) in in_order(seqs, |i| counts[i] != Some(0)) {
+        for (i, repeated) in in_order(seqs) {
             let seq = seqs[i].borrow();
+            if repeated {
+                return Err(value());
+            }
             if counts[i] == Some(0) {
                 if seq.freed {
                     return Err(at(freed(), i));
                 }
                 continue;
-            }
-            if repeated {
-                return Err(value());
             }
             seq.claimable(Some(i)).map_err(|error| at(error, i))?;
             targets[i] = match counts[i] {
@@ -407,7 +407,7 @@ impl Model {
         if indices.iter().any(|&index| index >= seqs.len()) {
             return Err(value());
         }
-        let order = in_order(seqs, |_| true);
+        let order = in_order(seqs);
         if order.iter().any(|&(_, repeated)| repeated) {
             return Err(value());
         }
@@ -432,13 +432,13 @@ impl Model {
     }
 }
 
-/// Positions in the order of the sequences' places, and whether an earlier one that `counts`
-/// names the same sequence.
-fn in_order(seqs: &[&SeqRef], counts: impl Fn(usize) -> bool) -> Vec<(usize, bool)> {
+/// Positions in the order of the sequences' places, and whether an earlier one names the same
+/// sequence.
+fn in_order(seqs: &[&SeqRef]) -> Vec<(usize, bool)> {
     let mut order: Vec<usize> = (0..seqs.len()).collect();
     order.sort_by_key(|&i| (seqs[i].borrow().place, i));
     let repeated = |at: usize| {
-        let same = |&before: &usize| counts(before) && Rc::ptr_eq(seqs[before], seqs[order[at]]);
+        let same = |&before: &usize| Rc::ptr_eq(seqs[before], seqs[order[at]]);
         order[..at].iter().any(same)
     };
     (0..order.len()).map(|at| (order[at], repeated(at))).collect()
