@@ -38,7 +38,8 @@ impl<T> Segments<T> {
     #[inline]
     pub const fn locate(index: u32) -> (usize, u32) {
         let biased = index + BASE;
-        let top = biased.ilog2();
+        // Not `ilog2`, which looks whether it is zero.
+        let top = u32::BITS - 1 - biased.leading_zeros();
         ((top - BASE_BITS) as usize, biased ^ (1 << top))
     }
 

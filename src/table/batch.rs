@@ -83,12 +83,16 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         // From here on dropping `batch` gives back whatever was taken.
         let mut batch = TableBatch {
             tables: Arc::clone(self),
-            changes: vec![Change::NOTHING; sequences.len()],
+            changes: Vec::with_capacity(sequences.len()),
             copies: Vec::new(),
             ended: AtomicBool::new(false),
         };
-        batch.warm(sequences);
-        let taken = batch.hold_all(sequences, &new_tokens);
+        batch.changes.extend(sequences.iter().map(|sequence| {
+            prefetch(sequence.slot());
+            Change::of(sequence.slot_index())
+        }));
+        batch.warm();
+        let taken = batch.hold_all(&new_tokens);
         taken.map_err(|(error, i)| at(error, i, sequences))?;
         if let Some(ids) = token_ids {
             batch.check_ids(ids)?;
@@ -104,12 +108,8 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
 impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
     /// Touches what the batch will need, one level of indirection at a time, so that the misses of
     /// all sequences overlap instead of adding up. Where the caches are warm it costs little.
-    fn warm(&mut self, sequences: &[&Sequence<LEAF, SHARDS>]) {
+    fn warm(&mut self) {
         let tables = &*self.tables;
-        for (change, sequence) in self.changes.iter_mut().zip(sequences) {
-            change.slot = sequence.slot_index();
-            prefetch(sequence.slot());
-        }
         for change in &mut self.changes {
             if let Some((version, _)) = tables.slots.get(change.slot).head() {
                 change.version = version;
@@ -118,76 +118,63 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
         }
         for change in self.changes.iter().filter(|change| change.version != NONE) {
             let version = tables.versions.get(change.version);
-            if let Some(last) = version.num_pages().checked_sub(1) {
-                prefetch(tables.leaves.get(version.tail()).entry(last as usize % LEAF));
-            }
-        }
-        for change in self.changes.iter().filter(|change| change.version != NONE) {
-            let version = tables.versions.get(change.version);
-            if let Some(last) = version.num_pages().checked_sub(1) {
-                let page = tables.leaves.get(version.tail()).page(last as usize % LEAF);
-                tables.pool.prefetch(page);
+            let (_, offset) = tables.page_size.locate(version.computed());
+            // Nothing is pinned yet, but where there are pages there is a last leaf.
+            match (offset, version.num_pages() as usize % LEAF) {
+                // A page will be added, in a new leaf.
+                (0, 0) => {}
+                (0, at) => prefetch(tables.leaves.get(version.tail()).entry(at)),
+                _ => tables.pool.prefetch(version.tail_page()),
             }
         }
     }
 
-    /// Claims the writers, in ascending id so that of two overlapping batches one gets through, and
-    /// pins the readers. An error names its position.
-    fn hold_all(
-        &mut self,
-        sequences: &[&Sequence<LEAF, SHARDS>],
-        new_tokens: &NewTokens<'_>,
-    ) -> Result<(), (Error, usize)> {
+    /// Claims the writers and pins the readers, in ascending slot so that of two overlapping batches
+    /// one gets through. An error names its position.
+    fn hold_all(&mut self, new_tokens: &NewTokens<'_>) -> Result<(), (Error, usize)> {
         let count = |i: usize| match *new_tokens {
             NewTokens::Each(n) => Some(n),
             NewTokens::Counts(counts) => Some(counts[i]),
             NewTokens::Reserved => None,
         };
-        let mut order: Vec<(u32, u32)> = Vec::with_capacity(sequences.len());
-        order.extend(sequences.iter().zip(0..).map(|(s, i)| (s.slot_index(), i)));
-        if !order.is_sorted() {
-            order.sort_unstable();
+        if self.changes.is_sorted_by(|a, b| a.slot < b.slot) {
+            for i in 0..self.changes.len() {
+                self.hold(i, count(i)).map_err(|error| (error, i))?;
+            }
+            return Ok(());
         }
+        let mut order: Vec<(u32, usize)> = self.changes.iter().map(|change| change.slot).zip(0..).collect();
+        order.sort_unstable();
         let mut previous = None;
         for (slot, i) in order {
-            let i = i as usize;
-            if let Some((_, first)) = previous.filter(|&(before, _)| before == slot) {
+            if let Some((_, first)) = previous.replace((slot, i)).filter(|&(before, _)| before == slot) {
                 return Err((Error::Value(format!("the same sequence as at index {first}")), i));
             }
-            previous = Some((slot, i));
-            let held = match count(i) {
-                Some(0) => self.hold_reader(slot, i),
-                count => self.hold_writer(slot, i, sequences[i].id(), count),
-            };
-            held.map_err(|error| (error, i))?;
+            self.hold(i, count(i)).map_err(|error| (error, i))?;
         }
         Ok(())
     }
 
-    fn hold_reader(&mut self, slot_index: u32, i: usize) -> Result<()> {
-        let slot = self.tables.slots.get(slot_index);
-        let freed = Error::SequenceFreed { indices: Vec::new() };
-        if slot.is_freed() {
-            return Err(freed);
+    #[inline]
+    fn hold(&mut self, i: usize, count: Option<u32>) -> Result<()> {
+        let tables = &*self.tables;
+        let index = self.changes[i].slot;
+        let slot = tables.slots.get(index);
+        if count == Some(0) {
+            let pinned = if slot.is_freed() { None } else { tables.read(index, slot) };
+            self.changes[i] = pinned.ok_or(Error::SequenceFreed { indices: Vec::new() })?;
+            return Ok(());
         }
-        let version = self.tables.pin(slot).ok_or(freed)?;
-        self.changes[i] = self.tables.reading(slot_index, version);
-        Ok(())
-    }
-
-    fn hold_writer(&mut self, slot_index: u32, i: usize, id: u64, count: Option<u32>) -> Result<()> {
-        self.tables.slots.get(slot_index).claim(id)?;
-        let change = self.tables.look(slot_index);
+        slot.claim(index)?;
+        let change = tables.look(index, slot);
         self.changes[i] = change;
         match count {
             Some(n) => self.changes[i].target = checked_sum(change.computed, n)?,
             None if change.len > change.computed => self.changes[i].target = change.len,
             None => {
                 // Nothing is reserved, so there is nothing to write: a reader after all.
-                let pinned = self.tables.pin(self.tables.slots.get(slot_index));
-                let version = pinned.expect("a claimed sequence has a head");
-                self.changes[i] = self.tables.reading(slot_index, version);
-                self.tables.unclaim(slot_index);
+                self.changes[i] = tables.read(index, slot).expect("a claimed sequence has a head");
+                tables.unclaim(index, slot);
             }
         }
         Ok(())
@@ -292,18 +279,19 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
         true
     }
 
+    #[inline]
     fn end_writer(&self, change: &mut Change, keep: Option<u32>) {
         let slot = self.tables.slots.get(change.slot);
         match keep.filter(|_| !slot.is_freed()) {
             Some(keep) => {
                 let computed = change.computed + keep;
                 slot.advance_ids(keep as usize, 0, true);
-                self.tables.publish(change, computed, computed);
+                self.tables.publish(slot, change, computed, computed);
             }
             // Closed, or freed meanwhile: what `unclaim` frees is the state before.
             None => self.tables.undo(change),
         }
-        self.tables.unclaim(change.slot);
+        self.tables.unclaim(change.slot, slot);
     }
 }
 

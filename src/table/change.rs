@@ -4,6 +4,7 @@
 //! each sequence needs, take all pages at once, build the versions that copy-on-write asks for. The
 //! second can't fail: copy, then grow.
 
+use super::slot::Slot;
 use super::version::Role;
 use super::{PageCopy, Tables};
 use crate::error::{Error, Result};
@@ -47,18 +48,22 @@ pub(super) struct Change {
 }
 
 impl Change {
-    pub(super) const NOTHING: Self = Self {
-        hold: Hold::Nothing,
-        slot: 0,
-        version: NONE,
-        draft: NONE,
-        computed: 0,
-        len: 0,
-        num_pages: 0,
-        target: 0,
-        need: 0,
-        copies: false,
-    };
+    /// Nothing yet, of the sequence in a slot.
+    #[inline]
+    pub(super) fn of(slot: u32) -> Self {
+        Self {
+            hold: Hold::Nothing,
+            slot,
+            version: NONE,
+            draft: NONE,
+            computed: 0,
+            len: 0,
+            num_pages: 0,
+            target: 0,
+            need: 0,
+            copies: false,
+        }
+    }
 
     /// The version that will count once the change is published.
     pub(super) fn next_version(&self) -> u32 {
@@ -69,30 +74,30 @@ impl Change {
 impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     /// Looks at a claimed sequence: so far nothing is to be reserved or written.
     #[inline]
-    pub(super) fn look(&self, slot_index: u32) -> Change {
-        let slot = self.slots.get(slot_index);
+    pub(super) fn look(&self, slot_index: u32, slot: &Slot) -> Change {
         let (index, _) = slot.head().expect("a claimed sequence has a head");
         let version = self.versions.get(index);
         let (computed, num_pages) = (version.computed(), version.num_pages());
         Change {
             hold: Hold::Claim,
-            slot: slot_index,
             version: index,
             computed,
             len: slot.len(),
             num_pages,
             target: computed,
-            ..Change::NOTHING
+            ..Change::of(slot_index)
         }
     }
 
-    /// The part of a sequence whose version was pinned to be read.
-    pub(super) fn reading(&self, slot_index: u32, version: u32) -> Change {
+    /// Pins a sequence's version to read it; `None` if the sequence was freed.
+    #[inline]
+    pub(super) fn read(&self, slot_index: u32, slot: &Slot) -> Option<Change> {
+        let version = self.pin(slot)?;
         let computed = self.versions.get(version).computed();
-        let (hold, slot, target) = (Hold::Pin, slot_index, computed);
+        let (hold, target) = (Hold::Pin, computed);
         // `len` says that nothing beyond is ours, and `num_pages` that nothing is needed.
         let num_pages = self.pages_for(computed);
-        Change { hold, slot, version, computed, len: target, num_pages, target, ..Change::NOTHING }
+        Some(Change { hold, version, computed, len: target, num_pages, target, ..Change::of(slot_index) })
     }
 
     /// Reserves up to each target and copies shared tail pages, all or nothing. `cow` is false
@@ -158,6 +163,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     }
 
     /// Works out what each change needs; returns the sum.
+    #[inline]
     fn weigh(&self, changes: &mut [Change], cow: bool) -> u64 {
         let mut sum = 0;
         for change in changes {
@@ -170,9 +176,15 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     }
 
     /// Whether the next token's slot lies in a page that somebody else may see.
+    #[inline]
     pub(super) fn must_copy(&self, change: &Change) -> bool {
         let (index, offset) = self.page_size.locate(change.computed);
-        offset != 0 && self.pool.is_shared(self.page(self.versions.get(change.version), index))
+        if offset == 0 {
+            return false;
+        }
+        let version = self.versions.get(change.version);
+        let is_last = index + 1 == change.num_pages;
+        self.pool.is_shared(if is_last { version.tail_page() } else { self.page(version, index) })
     }
 
     /// Makes the drafts; on failure drops them and gives all pages back.
@@ -204,6 +216,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     }
 
     /// Drops a draft, if there is one.
+    #[inline]
     fn discard(&self, change: &mut Change) {
         if change.draft != NONE {
             self.unpin(change.draft);
@@ -220,8 +233,8 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
 
     /// Makes a prepared change count, with `computed` tokens computed and `len` slots reserved;
     /// pages beyond those are given back.
-    pub(super) fn publish(&self, change: &mut Change, computed: u32, len: u32) {
-        let slot = self.slots.get(change.slot);
+    #[inline]
+    pub(super) fn publish(&self, slot: &Slot, change: &mut Change, computed: u32, len: u32) {
         if computed == change.computed && len == computed {
             self.discard(change); // nothing was written: the shared page serves as before
         }
@@ -230,13 +243,12 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         self.pop_to(version, self.pages_for(len));
         slot.set_len(len);
         if change.draft != NONE {
-            self.move_head(change.slot, change.draft);
+            self.move_head(slot, change.draft);
         }
     }
 
     /// Puts a draft in the head's place and gives the head's count on its old version back.
-    pub(super) fn move_head(&self, slot_index: u32, draft: u32) {
-        let slot = self.slots.get(slot_index);
+    pub(super) fn move_head(&self, slot: &Slot, draft: u32) {
         let old = slot.head().expect("a claimed sequence has a head").0;
         let version = self.versions.get(draft);
         version.set_role(Role::Head);

@@ -224,6 +224,9 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
             version.set_leaf(k, leaf);
         }
         version.set_num_pages(copied.start.min(num_pages));
+        if let Some(last) = num_pages.checked_sub(1).filter(|_| copied.is_empty()) {
+            version.set_tail_page(self.page(base, last));
+        }
         for i in copied {
             let page = match replace {
                 Some((at, page)) if at == i => page,
@@ -247,12 +250,21 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
             version.set_leaf(at as usize / LEAF, index);
         }
         self.leaves.get(version.tail()).set(i, page);
+        version.set_tail_page(page);
         version.set_num_pages(at + 1);
     }
 
     /// Takes the pages behind the first `num_pages` away from a version that only the caller
     /// changes. No reader looks there: they hold no computed token.
+    #[inline]
     fn pop_to(&self, version: &Version, num_pages: u32) {
+        if version.num_pages() > num_pages {
+            self.pop(version, num_pages);
+        }
+    }
+
+    #[cold]
+    fn pop(&self, version: &Version, num_pages: u32) {
         while version.num_pages() > num_pages {
             let last = version.num_pages() - 1;
             let (k, i) = (last as usize / LEAF, last as usize % LEAF);
@@ -268,6 +280,9 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
                     version.set_tail(k - 1);
                 }
             }
+        }
+        if let Some(last) = num_pages.checked_sub(1) {
+            version.set_tail_page(self.page(version, last));
         }
     }
 }

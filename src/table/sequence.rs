@@ -26,7 +26,7 @@ pub(super) struct Claim<'a, const LEAF: usize, const SHARDS: usize> {
 
 impl<const LEAF: usize, const SHARDS: usize> Drop for Claim<'_, LEAF, SHARDS> {
     fn drop(&mut self) {
-        self.tables.unclaim(self.slot);
+        self.tables.unclaim(self.slot, self.tables.slots.get(self.slot));
     }
 }
 
@@ -47,16 +47,18 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         slot.start(prompt);
         slot.set_len(len);
         slot.set_head(index, version.generation());
-        let id = u64::from(slot.generation()) << 32 | u64::from(slot_index);
-        Sequence { tables: Arc::clone(self), slot: slot_index, id }
+        Sequence { tables: Arc::clone(self), slot: slot_index, id: slot.id(slot_index) }
     }
 
     /// Ends a claim; if the sequence was freed meanwhile, frees it now.
-    pub(super) fn unclaim(&self, slot: u32) {
-        let ended = self.slots.get(slot).unclaim();
-        self.settle(slot, &ended);
+    #[inline]
+    pub(super) fn unclaim(&self, index: u32, slot: &Slot) {
+        if let Some(ended) = slot.unclaim() {
+            self.settle(index, &ended);
+        }
     }
 
+    #[cold]
     fn settle(&self, slot: u32, ended: &Ended) {
         if let Some(head) = ended.head {
             self.retire(head);
@@ -166,7 +168,7 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
         if n == 0 {
             return Ok(());
         }
-        let mut change = self.tables.look(claim.slot);
+        let mut change = self.tables.look(claim.slot, self.slot());
         change.target = checked_sum(change.len, n)?;
         let ahead = (change.len - change.computed) as usize;
         if let Some((i, known)) = self.slot().check_ids(ahead, token_ids) {
@@ -176,7 +178,7 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
         let cow = self.tables.copier.is_some();
         self.tables.prepare(&mut changes, cow).map_err(without_index)?;
         let target = changes[0].target;
-        self.tables.publish(&mut changes[0], change.computed, target);
+        self.tables.publish(self.slot(), &mut changes[0], change.computed, target);
         if !token_ids.is_empty() {
             self.slot().note_ids(ahead, token_ids);
         }
@@ -201,7 +203,7 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
     /// `Value` if there are fewer; `SequenceBusy`, `SequenceFreed`, `RefCount`.
     pub fn truncate(&self, n: u32) -> Result<()> {
         let claim = self.claim()?;
-        let mut change = self.tables.look(claim.slot);
+        let mut change = self.tables.look(claim.slot, self.slot());
         if n > change.len {
             return Err(Error::Value(format!("cannot truncate {} tokens to {n}", change.len)));
         }
@@ -211,7 +213,7 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
         if n >= change.computed {
             self.slot().advance_ids(0, (n - change.computed) as usize, false);
             let computed = change.computed;
-            self.tables.publish(&mut change, computed, n);
+            self.tables.publish(self.slot(), &mut change, computed, n);
             return Ok(());
         }
         // Readers may hold the present version, so it stays as it is: another one takes its place.
@@ -219,7 +221,7 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
         let draft = self.tables.derive(version, self.tables.pages_for(n), n, None)?;
         self.slot().advance_ids(0, 0, false);
         self.slot().set_len(n);
-        self.tables.move_head(claim.slot, draft);
+        self.tables.move_head(self.slot(), draft);
         Ok(())
     }
 
@@ -231,7 +233,7 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
     /// the copy first.
     pub fn commit(&self, n: Option<u32>) -> Result<()> {
         let claim = self.claim()?;
-        let mut change = self.tables.look(claim.slot);
+        let mut change = self.tables.look(claim.slot, self.slot());
         let n = n.unwrap_or(change.len);
         if n < change.computed || n > change.len {
             return Err(Error::Value(format!(
@@ -248,7 +250,7 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
         self.slot().advance_ids((n - change.computed) as usize, (change.len - n) as usize, true);
         let len = change.len;
         if n > change.computed {
-            self.tables.publish(&mut change, n, len);
+            self.tables.publish(self.slot(), &mut change, n, len);
         }
         Ok(())
     }
@@ -275,7 +277,7 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
 
     /// Claims the right to change the sequence, or says at once why not.
     pub(super) fn claim(&self) -> Result<Claim<'_, LEAF, SHARDS>> {
-        self.slot().claim(self.id)?;
+        self.slot().claim(self.slot)?;
         Ok(Claim { tables: &self.tables, slot: self.slot })
     }
 

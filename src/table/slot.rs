@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::slab::Vacant;
 use crate::error::{Error, Result};
 use crate::ids::TokenId;
-use crate::sync::{AtomicU32, AtomicU64, Ordering, Preload, TryCell};
+use crate::sync::{AtomicU32, AtomicU64, MODELLED, OnceBox, Ordering, Preload, TryCell};
 
 /// A thread or an open batch is changing the sequence.
 const BUSY: u32 = 1;
@@ -30,8 +30,11 @@ pub(super) struct Slot {
     len: AtomicU32,
     /// 1 if `known` isn't empty: spares the decode step a look.
     has_known: AtomicU32,
-    known: TryCell<Known>,
+    /// Made for the first sequence in this slot that is given ids ahead.
+    known: OnceBox<TryCell<Known>>,
 }
+
+const _: () = assert!(MODELLED || size_of::<Slot>() == 64, "a decode step touches one line of it");
 
 /// Ids of tokens that are not computed yet, from the first of those on.
 #[derive(Default)]
@@ -51,7 +54,7 @@ impl Vacant for Slot {
             head: AtomicU64::new(NO_HEAD),
             len: AtomicU32::new(0),
             has_known: AtomicU32::new(0),
-            known: TryCell::new(Known::default()),
+            known: OnceBox::new(),
         }
     }
 }
@@ -69,13 +72,12 @@ impl Slot {
     pub(super) fn start(&self, prompt: &[TokenId]) {
         self.len.store(0, Ordering::Relaxed);
         self.has_known.store(u32::from(!prompt.is_empty()), Ordering::Relaxed);
-        self.known
-            .try_with(|known| {
-                known.ids.clear();
+        if !prompt.is_empty() {
+            self.with_known(|known| {
                 known.ids.extend(prompt.iter().copied().map(Some));
                 known.prompt = prompt.len();
-            })
-            .expect("nobody else knows the slot yet");
+            });
+        }
         // Release: pairs with the Acquire of the first claim.
         self.state.store(0, Ordering::Release);
     }
@@ -85,7 +87,7 @@ impl Slot {
         self.generation.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn generation(&self) -> u32 {
+    fn generation(&self) -> u32 {
         self.generation.load(Ordering::Relaxed)
     }
 
@@ -116,6 +118,7 @@ impl Slot {
         self.len.store(len, Ordering::Release);
     }
 
+    #[inline]
     pub(super) fn is_freed(&self) -> bool {
         self.state.load(Ordering::Acquire) & FREED != 0
     }
@@ -137,25 +140,28 @@ impl Slot {
         ]
     }
 
-    /// Claims the right to change the sequence, or says at once why not.
+    /// The number of the sequence in this slot, which is the slot at `index`.
+    pub(super) fn id(&self, index: u32) -> u64 {
+        u64::from(self.generation()) << 32 | u64::from(index)
+    }
+
+    /// Claims the right to change the sequence in the slot at `index`, or says at once why not.
     #[inline]
-    pub(super) fn claim(&self, id: u64) -> Result<()> {
+    pub(super) fn claim(&self, index: u32) -> Result<()> {
         // Acquire: pairs with the Release that ended the previous change.
         match self.state.compare_exchange(0, BUSY, Ordering::Acquire, Ordering::Acquire) {
             Ok(_) => Ok(()),
             Err(state) if state & FREED != 0 => Err(Error::SequenceFreed { indices: Vec::new() }),
-            Err(_) => Err(Error::SequenceBusy { sequence: id, index: None }),
+            Err(_) => Err(Error::SequenceBusy { sequence: self.id(index), index: None }),
         }
     }
 
     /// Ends a change. If the sequence was freed meanwhile, the caller does the freeing.
     #[inline]
-    pub(super) fn unclaim(&self) -> Ended {
+    pub(super) fn unclaim(&self) -> Option<Ended> {
         // Release: pairs with the Acquire of the next claim.
-        if self.state.compare_exchange(BUSY, 0, Ordering::Release, Ordering::Relaxed).is_ok() {
-            return Ended { head: None, reusable: false };
-        }
-        self.finish_free()
+        let idle = self.state.compare_exchange(BUSY, 0, Ordering::Release, Ordering::Relaxed);
+        idle.is_err().then(|| self.finish_free())
     }
 
     /// Frees; the current writer, if there is one, does it at its end. Never fails, never waits.
@@ -177,6 +183,7 @@ impl Slot {
     }
 
     /// The holder of the claim takes the head away and ends its claim.
+    #[cold]
     fn finish_free(&self) -> Ended {
         let head = self.head().map(|(version, _)| version);
         // Release: pairs with the Acquire in `head`.
@@ -237,10 +244,14 @@ impl Slot {
 
     /// `computed` more tokens are computed; ids behind `keep` more are forgotten unless they are
     /// the prompt's and `keep_prompt`.
+    #[inline]
     pub(super) fn advance_ids(&self, computed: usize, keep: usize, keep_prompt: bool) {
-        if !self.has_known() {
-            return;
+        if self.has_known() {
+            self.advance_known(computed, keep, keep_prompt);
         }
+    }
+
+    fn advance_known(&self, computed: usize, keep: usize, keep_prompt: bool) {
         let left = self.with_known(|known| {
             known.ids.drain(..computed.min(known.ids.len()));
             known.prompt = known.prompt.saturating_sub(computed);
@@ -260,7 +271,8 @@ impl Slot {
     }
 
     fn with_known<R>(&self, f: impl FnOnce(&mut Known) -> R) -> R {
-        self.known.try_with(f).expect("only the holder of the claim comes here")
+        let known = self.known.get_or_make(|| TryCell::new(Known::default()));
+        known.try_with(f).expect("only the holder of the claim, or who knows the slot alone, comes here")
     }
 }
 
@@ -275,7 +287,7 @@ mod tests {
         slot.claim(0).expect("idle");
         slot.advance_ids(10_000, 0, true);
         assert!(!slot.has_known());
-        assert!(!slot.unclaim().reusable);
+        assert!(!slot.unclaim().is_some_and(|ended| ended.reusable));
         slot.free();
         assert_eq!(slot.with_known(|known| known.ids.capacity()), 0);
     }

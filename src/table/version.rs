@@ -5,12 +5,11 @@
 //! what a reader sees (copy-on-write, truncation) makes a new version instead.
 
 use super::slab::Vacant;
-use crate::sync::{AtomicU32, AtomicU64, MODELLED, OnceBox, Ordering};
+use crate::ids::PageId;
+use crate::sync::{AtomicU32, AtomicU64, MODELLED, OnceBox, Ordering, Segments};
 
 /// Leaf numbers in the version itself.
-const FIRST: usize = if MODELLED { 2 } else { 8 };
-/// Further segments of them.
-const SEGMENTS: usize = if MODELLED { 1 } else { 24 };
+const FIRST: usize = if MODELLED { 2 } else { 6 };
 
 /// What a version is to its sequence. Statistics tell live from deferred pages by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +23,7 @@ pub(super) enum Role {
     Retired = 2,
 }
 
-/// Leaf numbers of one version plus its counts. The first cache line is all a decode step needs.
+/// Leaf numbers of one version plus its counts: one cache line, all that a decode step needs.
 #[repr(C, align(64))]
 pub(super) struct Version {
     /// generation 32 | count 32. The sequence holds one count on its head, each pin one.
@@ -36,12 +35,16 @@ pub(super) struct Version {
     num_pages: AtomicU32,
     /// The leaf that holds the last page: spares the decode step the list.
     tail: AtomicU32,
+    /// The last page: spares it the leaf.
+    tail_page: AtomicU32,
     /// A [`Role`].
     role: AtomicU32,
     first: [AtomicU32; FIRST],
-    /// Segment k holds leaves `FIRST·2^k ..`; made on demand, kept with the slot.
-    more: [OnceBox<Box<[AtomicU32]>>; SEGMENTS],
+    /// Leaves from `FIRST` on; made on demand, kept with the slot.
+    more: OnceBox<Segments<AtomicU32>>,
 }
+
+const _: () = assert!(MODELLED || size_of::<Version>() == 64, "a decode step touches one line of it");
 
 impl Vacant for Version {
     fn vacant() -> Self {
@@ -50,9 +53,10 @@ impl Vacant for Version {
             computed: AtomicU32::new(0),
             num_pages: AtomicU32::new(0),
             tail: AtomicU32::new(0),
+            tail_page: AtomicU32::new(PageId::NONE.0),
             role: AtomicU32::new(Role::Draft as u32),
             first: std::array::from_fn(|_| AtomicU32::new(0)),
-            more: std::array::from_fn(|_| OnceBox::new()),
+            more: OnceBox::new(),
         }
     }
 }
@@ -154,6 +158,17 @@ impl Version {
         self.tail.load(Ordering::Acquire)
     }
 
+    /// The last page, if there is one. Relaxed: for the writer, and as a hint to others.
+    #[inline]
+    pub(super) fn tail_page(&self) -> PageId {
+        PageId(self.tail_page.load(Ordering::Relaxed))
+    }
+
+    #[inline]
+    pub(super) fn set_tail_page(&self, page: PageId) {
+        self.tail_page.store(page.0, Ordering::Relaxed);
+    }
+
     pub(super) fn set_role(&self, role: Role) {
         // Relaxed: read by statistics only.
         self.role.store(role as u32, Ordering::Relaxed);
@@ -177,9 +192,9 @@ impl Version {
 
     /// Sets the `k`-th leaf, which becomes the last.
     pub(super) fn set_leaf(&self, k: usize, leaf: u32) {
-        if k >= FIRST {
-            let segment = (k / FIRST).ilog2() as usize;
-            self.more[segment].get_or_make(|| (0..FIRST << segment).map(|_| AtomicU32::new(0)).collect());
+        if let Some(beyond) = k.checked_sub(FIRST) {
+            let (segment, _) = Segments::<AtomicU32>::locate(beyond as u32);
+            self.more.get_or_make(Segments::new).make(segment, || AtomicU32::new(0));
         }
         // Release: pairs with the Acquire in `leaf` and in `tail`.
         self.cell(k).store(leaf, Ordering::Release);
@@ -194,12 +209,10 @@ impl Version {
 
     #[inline]
     fn cell(&self, k: usize) -> &AtomicU32 {
-        if k < FIRST {
-            return &self.first[k];
+        match k.checked_sub(FIRST) {
+            None => &self.first[k],
+            Some(beyond) => self.more.get().expect("a leaf's number has a place").get(beyond as u32),
         }
-        let segment = (k / FIRST).ilog2() as usize;
-        let cells = self.more[segment].get().expect("a leaf's segment exists");
-        &cells[k - (FIRST << segment)]
     }
 }
 
@@ -230,10 +243,5 @@ mod tests {
         version.end();
         assert_eq!(version.start(0), generation + 1);
         assert!(!version.try_pin(generation), "another life");
-    }
-
-    #[test]
-    fn the_decode_step_needs_one_cache_line() {
-        assert!(std::mem::offset_of!(Version, more) <= 64);
     }
 }

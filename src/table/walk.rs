@@ -120,8 +120,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         let mut found = Vec::new();
         for (number, slot) in self.slots.iter().filter(|(_, slot)| !slot.is_freed()) {
             let Some(index) = self.pin(slot) else { continue };
-            let id = u64::from(slot.generation()) << 32 | u64::from(number);
-            found.push(f(id, slot, self.versions.get(index)));
+            found.push(f(slot.id(number), slot, self.versions.get(index)));
             self.unpin(index);
         }
         found
