@@ -147,6 +147,19 @@ impl Bitmap {
         }
     }
 
+    /// Like [`take_lowest`](Self::take_lowest), by the tree alone: `None` costs a look at each level,
+    /// and may overlook a number that is being given at this moment.
+    #[inline]
+    pub fn take_seen(&self, from: u32) -> Option<u32> {
+        loop {
+            let seen = self.find(from).or_else(|| self.find(0))?;
+            let bits = Bits { word: seen.word, mask: lowest(seen.mask, 1) };
+            if self.claim(bits) {
+                return Some(bits.word * WORD_BITS + bits.mask.trailing_zeros());
+            }
+        }
+    }
+
     /// Takes the lowest run of `n` numbers within `range`.
     pub fn take_run(&self, range: Range<u32>, n: u32) -> Run {
         let Some(first) = self.find_run(range, n) else { return Run::Absent };

@@ -29,19 +29,34 @@ impl<T: Vacant> Slab<T> {
 
     /// Takes a vacant slot; makes a new segment if there is none.
     pub(super) fn take(&self) -> u32 {
-        let home = thread_number() as u32;
+        self.take_seen().unwrap_or_else(|| self.take_or_make())
+    }
+
+    /// Takes a slot that the made segments show to be vacant.
+    fn take_seen(&self) -> Option<u32> {
+        let mut made = self.vacant.iter().map_while(OnceBox::get).enumerate();
+        made.find_map(|(k, vacant)| Some(Segments::<T>::first_of(k) + vacant.take_seen(Self::home(vacant))?))
+    }
+
+    /// Looks into every corner before it makes a segment.
+    #[cold]
+    fn take_or_make(&self) -> u32 {
         for (k, vacant) in self.vacant.iter().enumerate() {
-            let len = Segments::<T>::len_of(k);
             let vacant = vacant.get_or_make(|| {
                 self.slots.make(k, T::vacant);
-                Bitmap::new_full(len)
+                Bitmap::new_full(Segments::<T>::len_of(k))
             });
-            // Threads start at different words, so that they don't meet in one cache line.
-            if let Some(place) = vacant.take_lowest(home.wrapping_mul(WORD_BITS) % len) {
+            if let Some(place) = vacant.take_lowest(Self::home(vacant)) {
                 return Segments::<T>::first_of(k) + place;
             }
         }
         unreachable!("2^32 slots are more than memory holds");
+    }
+
+    /// Where the calling thread looks first. Threads start at different words, so that they don't
+    /// meet in one cache line.
+    fn home(vacant: &Bitmap) -> u32 {
+        (thread_number() as u32).wrapping_mul(WORD_BITS) % vacant.len()
     }
 
     /// Gives a slot back; the caller has made it vacant.
