@@ -16,12 +16,13 @@ pub struct Batch {
     table: TableBatch,
     gate: Gate,
     decided: AtomicBool,
+    /// For whoever finishes, if that isn't whoever decided.
     outcome: OnceBox<Outcome>,
     page_size: u32,
     num_pages: usize,
     /// Fills rows of the block table behind a sequence's last page.
     pad: i32,
-    cu_seqlens_q: Vec<i32>,
+    cu_seqlens_q: OnceBox<Vec<i32>>,
     seq_lens: OnceBox<Vec<i32>>,
     tables: OnceBox<TableArrays>,
     tokens: OnceBox<TokenArrays>,
@@ -65,15 +66,22 @@ impl Batch {
         num_queries: Option<NewTokens<'_>>,
     ) -> Result<Self> {
         let table = tables.open(sequences, new_tokens, token_ids)?;
-        if let Some(i) = table.items().position(|item| i32::try_from(item.seq_len()).is_err()) {
-            return Err(Error::Value(format!(
-                "a batch's sequences have at most 2^31 - 1 tokens (sequence at index {i})"
-            )));
+        let mut tokens = 0;
+        for (i, item) in table.items().enumerate() {
+            tokens += u64::from(item.new_tokens);
+            if item.seq_len() > i32::MAX as u32 {
+                return Err(Error::Value(format!(
+                    "a batch's sequences have at most 2^31 - 1 tokens (sequence at index {i})"
+                )));
+            }
         }
-        let cu_seqlens_q = match num_queries {
-            None | Some(NewTokens::Reserved) => view::cu_seqlens(table.items().map(|item| item.new_tokens))?,
-            Some(counts) => queries(counts, table.items())?,
-        };
+        let cu_seqlens_q = OnceBox::new();
+        if let Some(counts @ (NewTokens::Each(_) | NewTokens::Counts(_))) = num_queries {
+            let rows = queries(counts, table.items())?;
+            cu_seqlens_q.get_or_make(|| rows);
+        } else if tokens > i32::MAX as u64 {
+            return Err(view::too_many_tokens());
+        }
         Ok(Self {
             table,
             gate: Gate::new(),
@@ -134,9 +142,13 @@ impl Batch {
         if self.decided.swap(true, Ordering::AcqRel) {
             return false;
         }
-        self.outcome.get_or_make(|| outcome);
-        if self.gate.close() {
-            self.finish();
+        if self.gate.close_if_idle() {
+            self.table.end(&outcome);
+        } else {
+            self.outcome.get_or_make(|| outcome);
+            if self.gate.close() {
+                self.finish();
+            }
         }
         true
     }
@@ -157,7 +169,10 @@ impl Batch {
 
     /// `[B + 1]`: query rows.
     pub fn cu_seqlens_q(&self) -> &[i32] {
-        &self.cu_seqlens_q
+        self.cu_seqlens_q.get_or_make(|| {
+            let counts = self.table.items().map(|item| item.new_tokens);
+            view::cu_seqlens(counts).expect("the sum was checked when the batch was opened")
+        })
     }
 
     /// `[B, max_pages]` and `max_pages`; behind a sequence's last page -1, or 0 with a null page.
@@ -206,7 +221,7 @@ impl Batch {
             max_pages,
             block_table: block_table.to_vec(),
             seq_lens: self.seq_lens()?.to_vec(),
-            cu_seqlens_q: self.cu_seqlens_q.clone(),
+            cu_seqlens_q: self.cu_seqlens_q().to_vec(),
             slot_mapping: self.slot_mapping()?.to_vec(),
             positions: self.positions()?.to_vec(),
             kv_indptr: self.kv_indptr()?.to_vec(),

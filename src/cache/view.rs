@@ -53,17 +53,20 @@ pub(super) struct CsrArrays {
 }
 
 /// Query rows per sequence and in all.
-pub(super) fn cu_seqlens(counts: impl Iterator<Item = u32>) -> Result<Vec<i32>> {
+pub(super) fn cu_seqlens(counts: impl ExactSizeIterator<Item = u32>) -> Result<Vec<i32>> {
     let mut sum = 0_i32;
-    let mut cumulative = vec![0];
+    let mut cumulative = Vec::with_capacity(counts.len() + 1);
+    cumulative.push(0);
     for count in counts {
-        sum = i32::try_from(count)
-            .ok()
-            .and_then(|count| sum.checked_add(count))
-            .ok_or_else(|| Error::Value("a batch holds at most 2^31 - 1 tokens in all".to_owned()))?;
+        sum =
+            i32::try_from(count).ok().and_then(|count| sum.checked_add(count)).ok_or_else(too_many_tokens)?;
         cumulative.push(sum);
     }
     Ok(cumulative)
+}
+
+pub(super) fn too_many_tokens() -> Error {
+    Error::Value("a batch holds at most 2^31 - 1 tokens in all".to_owned())
 }
 
 impl TableArrays {

@@ -7,7 +7,8 @@ const CLOSED: u64 = 1 << 63;
 
 /// Counts the operations in flight on something that any thread may end.
 ///
-/// Exactly one call of [`leave`](Self::leave) or [`close`](Self::close) returns true: the one after
+/// Exactly one call of [`leave`](Self::leave), [`close`](Self::close) or
+/// [`close_if_idle`](Self::close_if_idle) returns true: the one after
 /// which no operation is in flight and none can begin. Its caller does what ending asks for.
 pub struct Gate {
     /// CLOSED | operations in flight.
@@ -46,6 +47,13 @@ impl Gate {
         // Release: pairs with the Acquire here and in `close`: whoever finishes does so after all
         // operations, and after whatever `close` was preceded by.
         self.state.fetch_sub(1, Ordering::AcqRel) == CLOSED | 1
+    }
+
+    /// Closes the gate if nothing is in flight, and says so; otherwise does nothing.
+    #[must_use = "whoever is told to must finish"]
+    pub fn close_if_idle(&self) -> bool {
+        // AcqRel: as in `leave`.
+        self.state.compare_exchange(0, CLOSED, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 
     /// Closes the gate; true if nothing is in flight. To be called once.
