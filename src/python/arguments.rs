@@ -2,7 +2,7 @@
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyList, PyTuple};
 
 use super::array::integers;
 use super::batch::Batch;
@@ -28,6 +28,14 @@ impl Counts {
         }
     }
 
+    /// Their sum over `len` sequences.
+    pub(super) fn total(&self, len: usize) -> u64 {
+        match self {
+            Self::Each(count) => u64::from(*count) * len as u64,
+            Self::List(counts) => counts.iter().copied().map(u64::from).sum(),
+        }
+    }
+
     pub(super) fn borrow(&self) -> NewTokens<'_> {
         match self {
             Self::Each(count) => NewTokens::Each(*count),
@@ -36,21 +44,46 @@ impl Counts {
     }
 }
 
-/// The sequences in a Python sequence; they stay alive as long as the result does.
-pub(super) fn sequences<'py>(seqs: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, Sequence>>> {
-    // Only a list is sure to hold as many objects as it says.
-    let mut found = Vec::with_capacity(seqs.cast::<PyList>().map_or(0, PyListMethods::len));
-    for item in seqs.try_iter()? {
-        let sequence = item?
-            .cast_into::<Sequence>()
-            .map_err(|error| PyTypeError::new_err(format!("seqs must hold sequences only: {error}")))?;
-        found.push(sequence);
+/// The sequences in an iterable of them; they stay alive as long as this does.
+pub(super) struct Sequences<'py>(Bound<'py, PyTuple>);
+
+impl<'py> Sequences<'py> {
+    pub(super) fn new(seqs: &Bound<'py, PyAny>) -> PyResult<Self> {
+        // The interpreter turns a list into a tuple at two instructions an item.
+        if let Ok(list) = seqs.cast_exact::<PyList>() {
+            Ok(Self(list.to_tuple()))
+        } else if let Ok(tuple) = seqs.cast_exact::<PyTuple>() {
+            Ok(Self(tuple.clone()))
+        } else {
+            // Item by item, whatever it says about its length; it may have no end.
+            let mut items = Vec::new();
+            for item in seqs.try_iter()? {
+                let item = item?;
+                sequence(item.as_borrowed())?;
+                items.push(item);
+            }
+            Ok(Self(PyTuple::new(seqs.py(), items)?))
+        }
     }
-    Ok(found)
+
+    /// The table's part of each.
+    pub(super) fn inner(&self) -> PyResult<Vec<&table::Sequence>> {
+        let mut inner = Vec::with_capacity(self.0.len());
+        for item in self.0.iter_borrowed() {
+            inner.push(sequence(item)?.get().inner());
+        }
+        Ok(inner)
+    }
+
+    /// One of them as the object that it is.
+    pub(super) fn object(&self, index: usize) -> PyResult<Bound<'py, Sequence>> {
+        Ok(sequence(self.0.get_borrowed_item(index)?)?.to_owned())
+    }
 }
 
-pub(super) fn inner<'a>(seqs: &'a [Bound<'_, Sequence>]) -> Vec<&'a table::Sequence> {
-    seqs.iter().map(|sequence| sequence.get().inner()).collect()
+#[inline]
+fn sequence<'a, 'py>(item: Borrowed<'a, 'py, PyAny>) -> PyResult<Borrowed<'a, 'py, Sequence>> {
+    item.cast().map_err(|error| PyTypeError::new_err(format!("seqs must hold sequences only: {error}")))
 }
 
 /// What `write` and `attend` take as a batch.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 
-use super::arguments::{BatchArgument, Counts, inner, sequences};
+use super::arguments::{BatchArgument, Counts, Sequences};
 use super::array::{Array, Output, integers};
 use super::batch::Batch;
 use super::functions::lse_buffer;
@@ -15,6 +15,9 @@ use crate::ids::TokenId;
 use crate::layout::Which;
 use crate::table::{NewTokens, Pick};
 
+/// New tokens up to which a batch's bookkeeping is short.
+const SHORT: u64 = 1 << 14;
+
 /// See `KvCache.batch`.
 pub(super) fn open(
     py: Python<'_>,
@@ -24,20 +27,24 @@ pub(super) fn open(
     token_ids: Option<&Bound<'_, PyAny>>,
     num_queries: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Batch> {
-    let seqs = sequences(seqs)?;
+    let seqs = Sequences::new(seqs)?;
     let new_tokens = num_new_tokens.map(|n| Counts::parse("num_new_tokens", n)).transpose()?;
     let queries = num_queries.map(|n| Counts::parse("num_queries", n)).transpose()?;
     let token_ids = token_ids.map(|ids| integers::<TokenId>("token_ids", ids)).transpose()?;
-    let inner = inner(&seqs);
-    // Without the GIL, since copying shared pages takes time.
-    let batch = py.detach(|| {
+    let inner = seqs.inner()?;
+    let open = || {
         cache.batch(
             &inner,
             new_tokens.as_ref().map_or(NewTokens::Reserved, Counts::borrow),
             token_ids.as_deref(),
             queries.as_ref().map(Counts::borrow),
         )
-    })?;
+    };
+    // Giving up the GIL costs more than a decode step's bookkeeping, and getting it back may take
+    // milliseconds; copying shared pages, or filling a long prompt's table, is worth it.
+    let tokens = new_tokens.as_ref().map_or(0, |n| n.total(inner.len()));
+    let is_short = cache.storage().is_none() && tokens <= SHORT;
+    let batch = if is_short { open()? } else { py.detach(open)? };
     Ok(Batch::new(batch, Arc::clone(cache)))
 }
 
@@ -48,14 +55,14 @@ pub(super) fn reorder<'py>(
     seqs: &Bound<'py, PyAny>,
     indices: &Bound<'py, PyAny>,
 ) -> PyResult<Vec<Bound<'py, Sequence>>> {
-    let seqs = sequences(seqs)?;
+    let seqs = Sequences::new(seqs)?;
     let indices: Vec<usize> =
         integers::<u64>("indices", indices)?.into_iter().map(|index| index as usize).collect();
     let object = |pick| match pick {
-        Pick::Moved(index) => Ok(seqs[index].clone()),
+        Pick::Moved(index) => seqs.object(index),
         Pick::Forked(fork) => Bound::new(py, Sequence::new(fork, Arc::clone(cache))),
     };
-    cache.reorder(&inner(&seqs), &indices)?.into_iter().map(object).collect()
+    cache.reorder(&seqs.inner()?, &indices)?.into_iter().map(object).collect()
 }
 
 /// The options of `KvCache.attend`, as they came.
