@@ -82,7 +82,12 @@ impl<'py, 'a> Fill<'py, 'a> {
             (false, _) => (0, (1 << bits) - 1),
         };
         let padded = buffer.shape().iter().product::<usize>() > values.len();
-        let (least, most) = values.bounds().unwrap_or((0, 0));
+        // Where every value of the source's type fits, none need be looked at.
+        let (least, most) = match values {
+            Values::I32(_) if low <= i32::MIN.into() && high >= i32::MAX.into() => (0, 0),
+            Values::I64(_) if low == i64::MIN => (0, 0),
+            _ => values.bounds().unwrap_or((0, 0)),
+        };
         let least = if padded { least.min(pad) } else { least };
         let most = if padded { most.max(pad) } else { most };
         if least < low || most > high {
@@ -127,12 +132,19 @@ impl<'py, 'a> Fill<'py, 'a> {
         for row in 0..rows {
             let given = source.next().unwrap_or_default();
             let start = array.base.cast::<D>().wrapping_offset(row as isize * row_stride);
-            let given = given.iter().map(|&value| convert(value.into()));
-            for (column, value) in given.chain(std::iter::repeat(pad)).take(width).enumerate() {
-                // SAFETY: row and column lie inside the array, which `new` found to be writable
-                // and of integers as wide as `D`; its extent and alignment were checked.
-                unsafe { start.wrapping_offset(column as isize * stride).write(value) };
-            }
+            let write_row = |stride: isize| {
+                let padding = std::iter::repeat_n(pad, width - given.len());
+                let write = |column: usize, value: D| {
+                    // SAFETY: row and column lie inside the array, which `new` found to be writable
+                    // and of integers as wide as `D`; its extent and alignment were checked.
+                    unsafe { start.wrapping_offset(column as isize * stride).write(value) };
+                };
+                let converted = given.iter().map(|&value| convert(value.into()));
+                converted.enumerate().for_each(|(column, value)| write(column, value));
+                padding.enumerate().for_each(|(column, pad)| write(given.len() + column, pad));
+            };
+            // A constant, so that adjacent elements are written at the speed of memory.
+            if stride == 1 { write_row(1) } else { write_row(stride) }
         }
     }
 }
