@@ -26,7 +26,7 @@ pub struct Case<'a> {
     /// Brings about the state to start from. Not measured; called once per repetition, between the
     /// warm-up and the start.
     pub prepare: Option<Box<dyn Fn() + Sync + 'a>>,
-    /// `work(thread, operations)`.
+    /// `work(thread, operations)`; none at all must do nothing.
     pub work: Box<dyn Fn(usize, u64) + Sync + 'a>,
 }
 
@@ -81,6 +81,8 @@ pub fn lap(case: &Case) -> Lap {
             std::thread::yield_now();
         }
         let waited = run_queue_wait();
+        // Whatever state was prepared, the call itself is not what is measured.
+        work(thread, 0);
         let start = Instant::now();
         work(thread, operations);
         (start, Instant::now(), run_queue_wait().saturating_sub(waited))

@@ -50,7 +50,8 @@ pub(super) fn bench_pool(py: Python<'_>, repetitions: usize) -> PyResult<Vec<Bou
 /// ----------
 /// cases : sequence of (operations, prepare, work)
 ///     ``work(operations)`` is timed; ``prepare()``, if it isn't None, comes before each repetition.
-///     Before both, ``work`` warms up with an eighth of the operations, and one more.
+///     Before both, ``work`` warms up with an eighth of the operations, and one more; between them,
+///     with none, so that calling it is warm whatever was prepared.
 /// repetitions : int
 ///     Repetitions of each case, at least 1.
 ///

@@ -74,7 +74,7 @@ def test_cases_are_prepared_and_worked_on_in_turn() -> None:
     ]
     figures = _core.bench_cases(cases, 1)
     # Once more for each time that the machine was busy otherwise.
-    assert calls[:5] == [2, "prepare", 8, 11, 80]
+    assert calls[:7] == [2, "prepare", 0, 8, 11, 0, 80]
     assert len(figures) == 2
     for figure in figures:
         assert 0 < figure["low"] <= figure["value"] <= figure["high"]

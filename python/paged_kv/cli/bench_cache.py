@@ -111,14 +111,14 @@ class Decoding:
     num_sequences : int
         Sequences of a batch.
     num_pages : int
-        Pages of each. Their lengths differ, so that every step fills the last page of every
-        sixteenth sequence.
+        Pages of each, the last of them taken in these steps. The lengths differ, so that every step
+        takes a page for every sixteenth sequence.
     """
 
     def __init__(self, num_sequences: int, num_pages: int) -> None:
         self.cache = KvCache(num_layers=0, page_size=PAGE_SIZE, num_pages=num_sequences * (num_pages + ROOM))
         self.seqs: list[Sequence] = [self.cache.sequence() for _ in range(num_sequences)]
-        self.lengths = [num_pages * PAGE_SIZE - i % PAGE_SIZE for i in range(num_sequences)]
+        self.lengths = [(num_pages - 1) * PAGE_SIZE - i % PAGE_SIZE for i in range(num_sequences)]
         # A chunk of each in turn, as continuous batching computes long prompts.
         for done in range(0, num_pages * PAGE_SIZE, PREFILL_CHUNK):
             chunk = [min(max(length - done, 0), PREFILL_CHUNK) for length in self.lengths]
@@ -191,8 +191,9 @@ def block_tables(num_sequences: int, num_pages: int) -> Iterator[Case]:
         for _ in range(n):
             np.copyto(buffer, source)
 
-    def build(_: int) -> object:
-        return batch.block_table
+    def build(n: int) -> None:
+        for _ in range(n):
+            batch.block_table  # noqa: B018
 
     def fill(n: int) -> None:
         for _ in range(n):
@@ -234,7 +235,7 @@ def fork(pair: Case) -> Case:
     children: list[Sequence] = []
 
     def work(n: int) -> None:
-        children[:] = [parent.fork() for _ in range(n)]
+        children.extend([parent.fork() for _ in range(n)])
 
     return Case(
         name=f"fork of {num_tokens} tokens ({num_tokens // PAGE_SIZE} pages)",
