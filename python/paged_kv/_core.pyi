@@ -24,6 +24,7 @@ __all__ = [
     "kv_bytes_per_token",
     "merge_states",
     "paged_attention",
+    "read_lines",
     "set_isa",
     "write_pages",
 ]
@@ -367,3 +368,4 @@ def bench_cases(
     repetitions: int,
 ) -> list[dict[str, Any]]: ...
 def compare_exchange_pairs(n: int) -> None: ...
+def read_lines(lines: bytes, n: int) -> None: ...

@@ -1,5 +1,6 @@
 //! What `paged-kv bench` measures with: the pool beside its peers, and cases written in Python.
 
+use std::hint::black_box;
 use std::sync::{Mutex, PoisonError};
 
 use pyo3::exceptions::PyValueError;
@@ -9,6 +10,9 @@ use pyo3::types::PyDict;
 use crate::bench::measure::{Case, Summary, interleaved};
 use crate::bench::{Record, pool};
 use crate::sync::{AtomicU64, CachePadded};
+
+/// Bytes that memory moves together.
+const CACHE_LINE: usize = 64;
 
 /// Measures taking pages and giving them back: this pool, its peers, and the machine.
 ///
@@ -114,6 +118,14 @@ fn set_figures(
 #[pyfunction]
 pub(super) fn compare_exchange_pairs(n: u64) {
     pool::pairs(&CachePadded::<AtomicU64>::default(), n);
+}
+
+/// Reads a byte of each cache line of `lines`, `n` times: what finding them costs at least.
+#[pyfunction]
+pub(super) fn read_lines(lines: &[u8], n: u64) {
+    for _ in 0..n {
+        black_box(lines.iter().step_by(CACHE_LINE).fold(0, |sum, byte| sum ^ byte));
+    }
 }
 
 fn check(repetitions: usize) -> PyResult<()> {

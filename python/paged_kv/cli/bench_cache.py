@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 PAGE_SIZE = 16
 PREFILL_CHUNK = 32 * PAGE_SIZE
 STREAM_BYTES = 512 << 20
+CACHE_LINE = 64
+WARM_UPS = 4
+# What a step can't do without: the Python object, the sequence's state, its table's, its last page's.
+LINES_PER_SEQUENCE = 4
 # More than a repetition appends to one sequence, in pages.
 ROOM = 16
 
@@ -97,10 +101,11 @@ def all_cases(stream_bytes: int) -> Iterator[Case]:
         unit="ns",
     )
     yield pair
-    yield from decode_steps(pair, stream_bytes)
+    yield from decode_steps(pair)
     yield from block_tables(num_sequences=256, num_pages=512)
     yield fork(pair)
     yield from copy_on_write()
+    yield from cold_steps(stream_bytes)
 
 
 class Decoding:
@@ -145,35 +150,61 @@ class Decoding:
         self.step(1)
 
 
-def decode_steps(pair: Case, stream_bytes: int) -> Iterator[Case]:
-    """Yield steps of several batch sizes, of short and long sequences, of warm and cold caches."""
-    stream = np.zeros(stream_bytes // 8, np.int64)
+def decode_step(what: str, decoding: Decoding, yardstick: Case) -> Case:
+    """Build the case of steps of one batch, many at once."""
+    num_sequences = len(decoding.seqs)
+    return Case(
+        name=f"decode step, batch {num_sequences}, {what}",
+        work=decoding.step,
+        operations=64 if num_sequences == 1 else 16,
+        prepare=decoding.rewind,
+        parts=num_sequences,
+        unit="ns/sequence",
+        yardstick=yardstick,
+    )
 
-    def case(what: str, decoding: Decoding, yardstick: Case = pair) -> Case:
-        num_sequences = len(decoding.seqs)
-        return Case(
-            name=f"decode step, batch {num_sequences}, {what}",
-            work=decoding.step,
-            operations=64 if num_sequences == 1 else 16,
-            prepare=decoding.rewind,
-            parts=num_sequences,
-            unit="ns/sequence",
-            yardstick=yardstick,
-        )
 
+def decode_steps(pair: Case) -> Iterator[Case]:
+    """Yield steps of several batch sizes, of short and long sequences."""
     for num_sequences in (1, 64):
-        yield case("8 pages each", Decoding(num_sequences, 8))
+        yield decode_step("8 pages each", Decoding(num_sequences, 8), pair)
     short, long = Decoding(256, 8), Decoding(256, 8192)
-    yield (warm := case("8 pages each", short))
-    yield case("8192 pages each", long, yardstick=warm)
-    yield replace(case("with slot_mapping", short), work=short.step_with_slots)
+    yield (warm := decode_step("8 pages each", short, pair))
+    yield decode_step("8192 pages each", long, warm)
+    yield replace(decode_step("with slot_mapping", short, pair), work=short.step_with_slots)
 
-    def rewind_and_stream() -> None:
-        short.rewind()
+
+def cold_steps(stream_bytes: int) -> Iterator[Case]:
+    """Yield a step that finds none of its memory in the processor's caches.
+
+    Beside a large batch stands a batch of one, which is what code costs that was evicted, too, and a
+    plain loop over as many cache lines.
+    """
+    stream = np.zeros(stream_bytes // 8, np.int64)
+    after = f"after streaming {stream_bytes >> 20} MiB"
+
+    def evict() -> None:
         np.add(stream, 1, out=stream)
 
-    cold = case(f"after streaming {stream_bytes >> 20} MiB", short)
-    yield replace(cold, operations=1, prepare=rewind_and_stream)
+    num_sequences = 256
+    lines = bytes(num_sequences * LINES_PER_SEQUENCE * CACHE_LINE)
+    reading = Case(
+        name=f"{LINES_PER_SEQUENCE} cache lines per sequence, {after}",
+        impl="read",
+        work=lambda n: _core.read_lines(lines, n),
+        operations=1,
+        prepare=evict,
+        parts=num_sequences,
+        unit="ns/sequence",
+    )
+    yield reading
+    for decoding in (Decoding(1, 8), Decoding(num_sequences, 8)):
+
+        def rewind_and_evict(decoding: Decoding = decoding) -> None:
+            decoding.rewind()
+            evict()
+
+        yield replace(decode_step(after, decoding, reading), operations=1, prepare=rewind_and_evict)
 
 
 def block_tables(num_sequences: int, num_pages: int) -> Iterator[Case]:
@@ -182,10 +213,6 @@ def block_tables(num_sequences: int, num_pages: int) -> Iterator[Case]:
     source = np.ones((num_sequences, num_pages), np.int32)
     buffer = np.empty_like(source)
     batch = decoding.cache.batch(decoding.seqs, 0)
-
-    def reopen() -> None:
-        nonlocal batch
-        batch = decoding.cache.batch(decoding.seqs, 0)
 
     def copy(n: int) -> None:
         for _ in range(n):
@@ -199,12 +226,23 @@ def block_tables(num_sequences: int, num_pages: int) -> Iterator[Case]:
         for _ in range(n):
             batch.fill(block_table=buffer)
 
+    def reopen() -> None:
+        nonlocal batch
+        batch = decoding.cache.batch(decoding.seqs, 0)
+
+    def rebuild() -> None:
+        for _ in range(WARM_UPS):
+            build(1)
+            reopen()
+
     shape = f"[{num_sequences}, {num_pages}]"
+    # A table is built once in a batch, so each is done once, after the same number of times.
     memcpy = Case(
         name=f"as many bytes as a block table {shape}",
         impl="memcpy",
         work=copy,
-        operations=8,
+        operations=1,
+        prepare=lambda: copy(WARM_UPS),
         unit="ns/table",
     )
     yield memcpy
@@ -212,15 +250,15 @@ def block_tables(num_sequences: int, num_pages: int) -> Iterator[Case]:
         name=f"block table {shape}",
         work=build,
         operations=1,
-        prepare=reopen,
+        prepare=rebuild,
         unit="ns/table",
         yardstick=memcpy,
     )
     yield Case(
         name=f"block table {shape} into a buffer",
         work=fill,
-        operations=8,
-        prepare=reopen,
+        operations=1,
+        prepare=lambda: fill(WARM_UPS),
         unit="ns/table",
         yardstick=memcpy,
     )
