@@ -29,7 +29,7 @@ mod thread_number;
 mod try_cell;
 
 pub use gate::Gate;
-pub use memory::{copy_entries, prefetch, prefetch_address};
+pub use memory::{copy_entries, copy_entries_to, prefetch, prefetch_address};
 pub use once_box::OnceBox;
 pub use preload::Preload;
 pub use segments::Segments;

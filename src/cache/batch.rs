@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use super::buffers::Buffers;
+use super::rows::BlockRows;
 use super::view::{self, BatchView, CsrArrays, TableArrays, TokenArrays};
 use crate::error::{Error, Result};
 use crate::sync::{AtomicBool, Gate, OnceBox, Ordering};
@@ -27,6 +29,8 @@ pub struct Batch {
     tables: OnceBox<TableArrays>,
     tokens: OnceBox<TokenArrays>,
     csr: OnceBox<CsrArrays>,
+    /// Where the memory of large arrays comes from and goes.
+    buffers: Arc<Buffers>,
 }
 
 impl std::fmt::Debug for Batch {
@@ -45,6 +49,9 @@ pub(super) struct InUse<'a>(&'a Batch);
 impl Drop for Batch {
     fn drop(&mut self) {
         self.close();
+        let table = self.tables.take().map(|arrays| arrays.block_table);
+        let indices = self.csr.take().map(|arrays| arrays.indices);
+        table.into_iter().chain(indices).for_each(|buffer| self.buffers.give(buffer));
     }
 }
 
@@ -59,6 +66,7 @@ impl Drop for InUse<'_> {
 impl Batch {
     pub(super) fn open(
         tables: &Arc<Tables>,
+        buffers: &Arc<Buffers>,
         null_page: bool,
         sequences: &[&Sequence],
         new_tokens: NewTokens<'_>,
@@ -95,6 +103,7 @@ impl Batch {
             tables: OnceBox::new(),
             tokens: OnceBox::new(),
             csr: OnceBox::new(),
+            buffers: Arc::clone(buffers),
         })
     }
 
@@ -177,8 +186,26 @@ impl Batch {
 
     /// `[B, max_pages]` and `max_pages`; behind a sequence's last page -1, or 0 with a null page.
     pub fn block_table(&self) -> Result<(&[i32], usize)> {
-        let make = || TableArrays::new(&self.table, self.page_size, self.pad);
+        let make = || TableArrays::new(&self.table, self.page_size, self.pad, &self.buffers);
         self.array(&self.tables, make).map(|arrays| (arrays.block_table.as_slice(), arrays.max_pages))
+    }
+
+    /// Whether `block_table` was built.
+    pub fn has_block_table(&self) -> bool {
+        self.tables.get().is_some()
+    }
+
+    /// The rows of `block_table`, to be written elsewhere without building it.
+    pub fn block_rows(&self) -> Result<BlockRows<'_>> {
+        BlockRows::new(self)
+    }
+
+    pub(super) fn max_pages(&self) -> usize {
+        view::max_pages(&self.table, self.page_size)
+    }
+
+    pub(super) fn table(&self) -> &TableBatch {
+        &self.table
     }
 
     /// `[tokens]`: slot of each new token, `page * page_size + offset`.
@@ -236,7 +263,10 @@ impl Batch {
     }
 
     fn csr_arrays(&self) -> Result<&CsrArrays> {
-        self.array(&self.csr, || CsrArrays::new(&self.table, self.page_size))
+        if view::total_pages(&self.table, self.page_size) > i32::MAX as usize {
+            return Err(Error::Value("a compressed table holds at most 2^31 - 1 pages".to_owned()));
+        }
+        self.array(&self.csr, || CsrArrays::new(&self.table, self.page_size, &self.buffers))
     }
 
     /// Builds an array while the lease holds the tables in place.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::KvCache;
+use super::buffers::Buffers;
 use crate::attention::{ThreadPool, copy_tokens, write_rows};
 use crate::error::{Error, Result};
 use crate::ids::PageId;
@@ -135,7 +136,8 @@ impl KvCache {
         let copier = storage.clone().map(|storage| Box::new(Copier(storage)) as Box<dyn CopyPages>);
         let tables = Arc::new(Tables::new(pool, layout.page_size as u32, copier));
         let (null_page, window_left) = (options.null_page, options.window_left);
-        Ok(Self { tables, storage, threads, layout, null_page, window_left })
+        let buffers = Arc::new(Buffers::new());
+        Ok(Self { tables, buffers, storage, threads, layout, null_page, window_left })
     }
 }
 

@@ -2,16 +2,21 @@
 //! attention runs on.
 
 mod batch;
+mod buffers;
 mod build;
+mod rows;
 mod stats;
 mod view;
 
 pub use batch::Batch;
 pub use build::CacheOptions;
+pub use rows::BlockRows;
 pub use stats::CacheStats;
 pub use view::BatchView;
 
 use std::sync::Arc;
+
+use buffers::Buffers;
 
 use crate::attention::{self, AttentionOptions, BatchTables, ThreadPool};
 use crate::error::{Error, Result};
@@ -25,6 +30,7 @@ use crate::table::{NewTokens, Pick, Sequence, Tables};
 /// A paged KV cache. Every method may be called from any thread.
 pub struct KvCache {
     tables: Arc<Tables>,
+    buffers: Arc<Buffers>,
     /// None: tables only.
     storage: Option<Arc<KvStorage>>,
     threads: ThreadPool,
@@ -99,7 +105,15 @@ impl KvCache {
         token_ids: Option<&[TokenId]>,
         num_queries: Option<NewTokens<'_>>,
     ) -> Result<Batch> {
-        Batch::open(&self.tables, self.null_page, sequences, new_tokens, token_ids, num_queries)
+        Batch::open(
+            &self.tables,
+            &self.buffers,
+            self.null_page,
+            sequences,
+            new_tokens,
+            token_ids,
+            num_queries,
+        )
     }
 
     /// Writes the new tokens' keys and values of one layer into their slots, converted to the

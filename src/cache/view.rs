@@ -1,5 +1,6 @@
 //! A batch's arrays, in the shapes that kernels take.
 
+use super::buffers::Buffers;
 use crate::error::{Error, Result};
 use crate::table::{BatchItem, PageCopy, TableBatch};
 
@@ -70,15 +71,28 @@ pub(super) fn too_many_tokens() -> Error {
 }
 
 impl TableArrays {
-    pub(super) fn new(batch: &TableBatch, page_size: u32, pad: i32) -> Self {
-        let pages = |item: BatchItem| item.seq_len().div_ceil(page_size) as usize;
-        let max_pages = batch.items().map(pages).max().unwrap_or(0);
-        let mut block_table = vec![pad; batch.items().len() * max_pages];
-        for (i, item) in batch.items().enumerate() {
-            batch.copy_row(i, &mut block_table[i * max_pages..][..pages(item)]);
+    pub(super) fn new(batch: &TableBatch, page_size: u32, pad: i32, buffers: &Buffers) -> Self {
+        let max_pages = max_pages(batch, page_size);
+        let mut block_table = buffers.take(batch.items().len() * max_pages);
+        for (i, (item, row)) in batch.items().zip(block_table.chunks_exact_mut(max_pages.max(1))).enumerate()
+        {
+            let (pages, rest) = row.split_at_mut(item.seq_len().div_ceil(page_size) as usize);
+            batch.copy_row(i, pages);
+            rest.fill(pad);
         }
         Self { max_pages, block_table }
     }
+}
+
+/// Pages of all sequences, a shared one as often as it is shared.
+pub(super) fn total_pages(batch: &TableBatch, page_size: u32) -> usize {
+    batch.items().map(|item| item.seq_len().div_ceil(page_size) as usize).sum()
+}
+
+/// Pages of the longest sequence.
+pub(super) fn max_pages(batch: &TableBatch, page_size: u32) -> usize {
+    let longest = batch.items().map(|item| item.seq_len()).max().unwrap_or(0);
+    longest.div_ceil(page_size) as usize
 }
 
 impl TokenArrays {
@@ -103,17 +117,18 @@ impl TokenArrays {
 }
 
 impl CsrArrays {
-    pub(super) fn new(batch: &TableBatch, page_size: u32) -> Self {
-        let mut arrays = Self { indptr: vec![0], indices: Vec::new(), last_page_len: Vec::new() };
+    pub(super) fn new(batch: &TableBatch, page_size: u32, buffers: &Buffers) -> Self {
+        let pages = |item: BatchItem| item.seq_len().div_ceil(page_size) as usize;
+        let mut indices = buffers.take(total_pages(batch, page_size));
+        let mut indptr = vec![0];
+        let mut rest = indices.as_mut_slice();
         for (i, item) in batch.items().enumerate() {
-            let start = arrays.indices.len();
-            let pages = item.seq_len().div_ceil(page_size);
-            arrays.indices.resize(start + pages as usize, 0);
-            batch.copy_row(i, &mut arrays.indices[start..]);
-            arrays.indptr.push(arrays.indices.len() as i32);
-            arrays.last_page_len.push(last_page_len(item.seq_len(), page_size) as i32);
+            let row = rest.split_off_mut(..pages(item)).expect("the sum of all");
+            batch.copy_row(i, row);
+            indptr.push(indptr[i] + pages(item) as i32);
         }
-        arrays
+        let last_page_len = batch.items().map(|item| last_page_len(item.seq_len(), page_size) as i32);
+        Self { indptr, last_page_len: last_page_len.collect(), indices }
     }
 }
 

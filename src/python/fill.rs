@@ -34,7 +34,7 @@ impl Field {
     }
 
     /// What fills the rest of a larger buffer; `no_page` stands for a page that is not there.
-    fn pad(self, values: Values<'_>, no_page: i64) -> i64 {
+    fn pad(self, values: &Values<'_>, no_page: i64) -> i64 {
         match self {
             Self::BlockTable | Self::KvIndices => no_page,
             Self::SlotMapping => -1,
@@ -46,17 +46,18 @@ impl Field {
 
 /// What has these arrays.
 pub(super) trait Fields {
-    /// The array, and the length of a row where it has two axes.
-    fn field(&self, field: Field) -> Result<(Values<'_>, Option<usize>)>;
+    /// The array's integers.
+    fn field(&self, field: Field) -> Result<Values<'_>>;
 }
 
 impl Fields for Batch {
-    fn field(&self, field: Field) -> Result<(Values<'_>, Option<usize>)> {
-        let values = match field {
-            Field::BlockTable => {
+    fn field(&self, field: Field) -> Result<Values<'_>> {
+        Ok(match field {
+            Field::BlockTable if self.has_block_table() => {
                 let (table, width) = self.block_table()?;
-                return Ok((Values::I32(table), Some(width)));
+                Values::Rows(table, width)
             }
+            Field::BlockTable => Values::Table(self.block_rows()?),
             Field::SeqLens => Values::I32(self.seq_lens()?),
             Field::CuSeqlensQ => Values::I32(self.cu_seqlens_q()),
             Field::SlotMapping => Values::I64(self.slot_mapping()?),
@@ -64,15 +65,14 @@ impl Fields for Batch {
             Field::KvIndptr => Values::I32(self.kv_indptr()?),
             Field::KvIndices => Values::I32(self.kv_indices()?),
             Field::KvLastPageLen => Values::I32(self.kv_last_page_len()?),
-        };
-        Ok((values, None))
+        })
     }
 }
 
 impl Fields for BatchView {
-    fn field(&self, field: Field) -> Result<(Values<'_>, Option<usize>)> {
-        let values = match field {
-            Field::BlockTable => return Ok((Values::I32(&self.block_table), Some(self.max_pages))),
+    fn field(&self, field: Field) -> Result<Values<'_>> {
+        Ok(match field {
+            Field::BlockTable => Values::Rows(&self.block_table, self.max_pages),
             Field::SeqLens => Values::I32(&self.seq_lens),
             Field::CuSeqlensQ => Values::I32(&self.cu_seqlens_q),
             Field::SlotMapping => Values::I64(&self.slot_mapping),
@@ -80,8 +80,7 @@ impl Fields for BatchView {
             Field::KvIndptr => Values::I32(&self.kv_indptr),
             Field::KvIndices => Values::I32(&self.kv_indices),
             Field::KvLastPageLen => Values::I32(&self.kv_last_page_len),
-        };
-        Ok((values, None))
+        })
     }
 }
 
@@ -94,9 +93,10 @@ pub(super) fn fill(
     let mut fills = Vec::new();
     for (field, buffer) in buffers {
         if let Some(buffer) = buffer {
-            let (values, columns) = source.field(field)?;
+            let values = source.field(field)?;
             let buffer = Array::new(field.name(), buffer)?;
-            fills.push(Fill::new(buffer, values, columns, field.pad(values, no_page))?);
+            let pad = field.pad(&values, no_page);
+            fills.push(Fill::new(buffer, values, pad)?);
         }
     }
     fills.into_iter().for_each(Fill::write);

@@ -30,27 +30,41 @@ pub fn prefetch_address(address: *const u8) {
 #[inline]
 pub fn copy_entries(from: &[AtomicU32], to: &mut [i32]) {
     assert_eq!(from.len(), to.len(), "as many entries as places");
-    let done = copy_blocks(from, to);
-    for (from, to) in from[done..].iter().zip(&mut to[done..]) {
-        // Relaxed: the caller's Acquire load came before.
-        *to = from.load(Ordering::Relaxed) as i32;
+    // SAFETY: `to` has as many places.
+    unsafe { copy_entries_to(from, to.as_mut_ptr()) }
+}
+
+/// [`copy_entries`] to memory that others may look at meanwhile.
+///
+/// # Safety
+/// - `to` is valid for writes of as many `i32`.
+#[inline]
+pub unsafe fn copy_entries_to(from: &[AtomicU32], to: *mut i32) {
+    // SAFETY: the caller's promise.
+    let done = unsafe { copy_blocks(from, to) };
+    for (i, entry) in from.iter().enumerate().skip(done) {
+        // SAFETY: the caller's promise. Relaxed: the caller's Acquire load came before.
+        unsafe { to.add(i).write(entry.load(Ordering::Relaxed) as i32) }
     }
 }
 
-/// Copies blocks of sixteen entries; returns how many entries that were. An atomic load of four
-/// bytes is an ordinary one on this architecture, so four together are four such loads; the
-/// compiler won't join them by itself, and assembly is outside its notion of a data race.
+/// Copies blocks of entries; returns how many entries that were. An atomic load of four bytes is an
+/// ordinary one on this architecture, so four together are four such loads; the compiler won't join
+/// them by itself, and assembly is outside its notion of a data race.
+///
+/// # Safety
+/// - As for `copy_entries_to`.
 #[cfg(all(target_arch = "x86_64", not(loom), not(miri)))]
 #[inline]
-fn copy_blocks(from: &[AtomicU32], to: &mut [i32]) -> usize {
-    let blocks = from.len() / 16;
-    for block in 0..blocks {
-        let source = from[block * 16..][..16].as_ptr();
-        let target = to[block * 16..][..16].as_mut_ptr();
+unsafe fn copy_blocks(from: &[AtomicU32], to: *mut i32) -> usize {
+    let (lines, rest) = from.as_chunks::<16>();
+    for (i, line) in lines.iter().enumerate() {
         // SAFETY: both point to sixteen entries; SSE2 is part of the architecture; unaligned forms
-        // are used; no flag or stack is touched.
+        // are used; no flag or stack is touched. What is to be written next is asked for, which has
+        // no effect that a program can see, whatever the address.
         unsafe {
             std::arch::asm!(
+                "prefetcht0 [{t} + 512]",
                 "movups {a}, [{s}]",
                 "movups {b}, [{s} + 16]",
                 "movups {c}, [{s} + 32]",
@@ -59,8 +73,8 @@ fn copy_blocks(from: &[AtomicU32], to: &mut [i32]) -> usize {
                 "movups [{t} + 16], {b}",
                 "movups [{t} + 32], {c}",
                 "movups [{t} + 48], {d}",
-                s = in(reg) source,
-                t = in(reg) target,
+                s = in(reg) line.as_ptr(),
+                t = in(reg) to.add(i * 16),
                 a = out(xmm_reg) _,
                 b = out(xmm_reg) _,
                 c = out(xmm_reg) _,
@@ -69,12 +83,26 @@ fn copy_blocks(from: &[AtomicU32], to: &mut [i32]) -> usize {
             );
         }
     }
-    blocks * 16
+    let (fours, _) = rest.as_chunks::<4>();
+    for (i, four) in fours.iter().enumerate() {
+        // SAFETY: as above, of four entries.
+        unsafe {
+            std::arch::asm!(
+                "movups {a}, [{s}]",
+                "movups [{t}], {a}",
+                s = in(reg) four.as_ptr(),
+                t = in(reg) to.add(lines.len() * 16 + i * 4),
+                a = out(xmm_reg) _,
+                options(nostack, preserves_flags),
+            );
+        }
+    }
+    lines.len() * 16 + fours.len() * 4
 }
 
 #[cfg(not(all(target_arch = "x86_64", not(loom), not(miri))))]
 #[inline]
-fn copy_blocks(_: &[AtomicU32], _: &mut [i32]) -> usize {
+unsafe fn copy_blocks(_: &[AtomicU32], _: *mut i32) -> usize {
     0
 }
 

@@ -50,6 +50,17 @@ impl<T> OnceBox<T> {
     }
 }
 
+impl<T> OnceBox<T> {
+    /// Takes the value out, if it was made; the box is empty then.
+    pub fn take(&mut self) -> Option<T> {
+        // Relaxed: `&mut self` orders this after every other use.
+        let pointer = self.pointer.load(Ordering::Relaxed);
+        self.pointer.store(std::ptr::null_mut(), Ordering::Relaxed);
+        // SAFETY: a non-null pointer came from `Box::into_raw`, and the box no longer knows it.
+        (!pointer.is_null()).then(|| *unsafe { Box::from_raw(pointer) })
+    }
+}
+
 impl<T> Default for OnceBox<T> {
     fn default() -> Self {
         Self::new()
@@ -58,12 +69,7 @@ impl<T> Default for OnceBox<T> {
 
 impl<T> Drop for OnceBox<T> {
     fn drop(&mut self) {
-        // `&mut self` orders this after every other use.
-        let pointer = self.pointer.load(Ordering::Relaxed);
-        if !pointer.is_null() {
-            // SAFETY: it came from `Box::into_raw` and nobody else frees it.
-            drop(unsafe { Box::from_raw(pointer) });
-        }
+        self.take();
     }
 }
 

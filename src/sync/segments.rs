@@ -38,8 +38,8 @@ impl<T> Segments<T> {
     #[inline]
     pub const fn locate(index: u32) -> (usize, u32) {
         let biased = index + BASE;
-        // Not `ilog2`, which looks whether it is zero.
-        let top = u32::BITS - 1 - biased.leading_zeros();
+        // The lowest bit says that it isn't zero, so that a bit scan is all there is to it.
+        let top = (biased | 1).ilog2();
         ((top - BASE_BITS) as usize, biased ^ (1 << top))
     }
 

@@ -9,10 +9,11 @@ use std::sync::Arc;
 
 use super::change::{Change, Hold, NONE};
 use super::sequence::{checked_sum, id_mismatch};
+use super::version::Version;
 use super::{PageCopy, Sequence, Tables};
 use crate::error::{Error, Result};
 use crate::ids::{PageId, TokenId};
-use crate::sync::{AtomicBool, Ordering, prefetch};
+use crate::sync::{AtomicBool, AtomicU32, Ordering, prefetch};
 
 /// How many tokens each sequence of a batch computes.
 #[derive(Clone, Copy, Debug)]
@@ -223,11 +224,23 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
 
     /// Writes the first pages of item `i` to `row`, as many as its tokens need at most.
     pub fn copy_row(&self, i: usize, row: &mut [i32]) {
-        let change = &self.changes[i];
-        let pages = self.tables.pages_for(change.target) as usize;
-        let version = self.tables.versions.get(change.next_version());
-        let held = row.len().min(pages);
+        let (version, num_pages) = self.table_of(i);
+        let held = row.len().min(num_pages);
         self.tables.copy_row(version, &mut row[..held]);
+    }
+
+    /// The pages of item `i`, as many as its tokens need, some at a time: `f(index, pages)`. They
+    /// don't change while the batch is open.
+    pub fn for_pages(&self, i: usize, f: impl FnMut(usize, &[AtomicU32])) {
+        let (version, num_pages) = self.table_of(i);
+        self.tables.for_entries(version, num_pages, f);
+    }
+
+    /// The version that item `i` will have, and the pages that its tokens need.
+    fn table_of(&self, i: usize) -> (&Version, usize) {
+        let change = &self.changes[i];
+        let num_pages = self.tables.pages_for(change.target) as usize;
+        (self.tables.versions.get(change.next_version()), num_pages)
     }
 
     /// The page that holds the token at `position` of item `i`.

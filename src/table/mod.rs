@@ -35,7 +35,7 @@ pub use walk::{SequenceStats, TableStats};
 use crate::error::Result;
 use crate::ids::PageId;
 use crate::pool::PagePool;
-use crate::sync::{AtomicU64, Ordering, copy_entries, prefetch};
+use crate::sync::{AtomicU32, AtomicU64, Ordering, copy_entries, prefetch};
 
 use leaf::Leaf;
 use page_size::PageSize;
@@ -178,17 +178,41 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         self.leaves.get(version.leaf(k)).page(i)
     }
 
+    /// The first `num_pages` entries of a version's table, leaf by leaf: `f(index, entries)`.
+    #[inline(always)]
+    fn for_entries(&self, version: &Version, num_pages: usize, mut f: impl FnMut(usize, &[AtomicU32])) {
+        let find = |number: &AtomicU32| {
+            // Acquire: pairs with the Release in `set_leaf`, as in `leaf`.
+            let entries = self.leaves.get(number.load(Ordering::Acquire)).entries();
+            for line in 0..LEAF.div_ceil(ENTRIES_PER_LINE) {
+                prefetch(&entries[line * ENTRIES_PER_LINE]);
+            }
+            entries
+        };
+        let mut index = 0;
+        for numbers in version.leaves(num_pages.div_ceil(LEAF)) {
+            let Some(first) = numbers.first() else { return };
+            // Leaves lie anywhere; the processor can't guess the one after next.
+            let mut here = find(first);
+            let mut next = numbers.get(1).map_or(here, find);
+            for k in 2..numbers.len() + 2 {
+                let entries = std::mem::replace(&mut here, next);
+                next = numbers.get(k).map_or(next, find);
+                if num_pages - index >= LEAF {
+                    f(index, entries);
+                } else {
+                    f(index, &entries[..num_pages - index]);
+                }
+                index += LEAF;
+            }
+        }
+    }
+
     /// Copies the first pages of a version into a row of a block table.
     fn copy_row(&self, version: &Version, row: &mut [i32]) {
-        let leaves = row.len().div_ceil(LEAF);
-        for (k, part) in row.chunks_mut(LEAF).enumerate() {
-            // Leaves lie anywhere; the processor can't guess the one after next.
-            if k + 2 < leaves {
-                let ahead = self.leaves.get(version.leaf(k + 2));
-                ahead.entries().iter().step_by(ENTRIES_PER_LINE).for_each(prefetch);
-            }
-            copy_entries(&self.leaves.get(version.leaf(k)).entries()[..part.len()], part);
-        }
+        self.for_entries(version, row.len(), |first, entries| {
+            copy_entries(entries, &mut row[first..][..entries.len()]);
+        });
     }
 
     /// A new version with the first `num_pages` pages of `base`, `computed` tokens and one count;

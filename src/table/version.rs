@@ -190,13 +190,27 @@ impl Version {
         self.cell(k).load(Ordering::Acquire)
     }
 
+    /// Numbers of the first `count` leaves, as many at a time as lie together.
+    #[inline]
+    pub(super) fn leaves(&self, count: usize) -> impl Iterator<Item = &[AtomicU32]> {
+        let near = count.min(FIRST);
+        let mut rest = count - near;
+        let far = (0..).map_while(move |segment| {
+            let numbers = self.more.get().filter(|_| rest > 0)?.segment(segment)?;
+            let numbers = &numbers[..rest.min(numbers.len())];
+            rest -= numbers.len();
+            Some(numbers)
+        });
+        std::iter::once(&self.first[..near]).chain(far)
+    }
+
     /// Sets the `k`-th leaf, which becomes the last.
     pub(super) fn set_leaf(&self, k: usize, leaf: u32) {
         if let Some(beyond) = k.checked_sub(FIRST) {
             let (segment, _) = Segments::<AtomicU32>::locate(beyond as u32);
             self.more.get_or_make(Segments::new).make(segment, || AtomicU32::new(0));
         }
-        // Release: pairs with the Acquire in `leaf` and in `tail`.
+        // Release: pairs with the Acquire in `leaf`, in `tail` and of who is given a leaf's number.
         self.cell(k).store(leaf, Ordering::Release);
         self.tail.store(leaf, Ordering::Release);
     }

@@ -418,6 +418,72 @@ def test_fill_writes_and_pads_larger_buffers(dtype: type, of_view: bool, null_pa
             assert (base[tuple(slice(1, None, 2) for _ in shape)] == 77).all(), "between the strides"
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.uint32, np.int64])
+@pytest.mark.parametrize("columns", [131, 140])
+@pytest.mark.parametrize("built", [False, True])
+def test_fill_writes_long_rows_whether_the_table_is_built_or_not(
+    dtype: type, columns: int, built: bool
+) -> None:
+    cache = small_cache(num_pages=400, page_size=1, null_page=True)
+    seqs = [cache.sequence() for _ in range(4)]
+    with cache.batch(seqs, [131, 0, 64, 7]) as batch:
+        if built:
+            assert batch.block_table.shape == (4, 131)
+        buffer = np.full((5, columns), 77, dtype)
+        batch.fill(block_table=buffer)
+        np.testing.assert_array_equal(buffer, filled(batch.block_table, (5, columns), 0))
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_fill_refuses_pages_and_padding_that_do_not_fit(built: bool) -> None:
+    cache = small_cache(num_pages=400, page_size=1)
+    first, second = cache.sequence(), cache.sequence()
+    with cache.batch([first, second], [300, 70]) as batch:
+        if built:
+            assert batch.block_table.shape == (2, 300)
+        for dtype, low, high in ((np.uint8, -1, 369), (np.int8, -1, 369), (np.uint32, -1, 369)):
+            buffer = np.full((2, 300), 77, dtype)
+            with pytest.raises(ValueError, match=f"values from {low} to {high} do not fit into"):
+                batch.fill(block_table=buffer)
+            assert (buffer == 77).all()
+    with cache.batch([second], 0) as batch:
+        pages = batch.block_table.max() if built else 369
+        buffer = np.full((1, 70), 77, np.uint32)
+        batch.fill(block_table=buffer)
+        assert buffer.max() == pages, "no padding is needed"
+
+
+def test_fill_after_the_end_writes_only_what_was_built() -> None:
+    cache = small_cache()
+    seq = cache.sequence()
+    buffer = np.full((1, 2), 77, np.int32)
+    batch = cache.batch([seq], 6)
+    batch.commit()
+    with pytest.raises(ValueError, match="committed or closed"):
+        batch.fill(block_table=buffer)
+    assert (buffer == 77).all()
+    batch = cache.batch([seq], 0)
+    table = batch.block_table
+    batch.close()
+    batch.fill(block_table=buffer)
+    np.testing.assert_array_equal(buffer, table)
+
+
+def test_a_table_keeps_its_memory_while_others_are_built() -> None:
+    cache = small_cache(num_pages=64, page_size=1)
+    seqs = [cache.sequence() for _ in range(4)]
+    cache.batch(seqs, [3, 5, 7, 9]).commit()
+    kept = []
+    for _ in range(8):
+        for i in range(len(seqs)):
+            with cache.batch(seqs[: i + 1], 0) as batch:
+                kept.append((batch.block_table, batch.kv_indices, batch.block_table.copy()))
+        kept = kept[-6:]
+        for table, indices, want in kept:
+            np.testing.assert_array_equal(table, want)
+            np.testing.assert_array_equal(indices, want[want >= 0])
+
+
 def test_fill_refuses_before_it_writes() -> None:
     cache = small_cache()
     seq = cache.sequence()
