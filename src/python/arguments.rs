@@ -1,12 +1,13 @@
 //! Arguments that are objects of this library, alone or in sequences.
 
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
 use super::array::integers;
 use super::batch::Batch;
 use super::batch_view::BatchView;
+use super::convert::in_range;
 use super::sequence::Sequence;
 use crate::cache::Step;
 use crate::table::{self, NewTokens};
@@ -19,11 +20,12 @@ pub(super) enum Counts {
 
 impl Counts {
     pub(super) fn parse(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        match object.extract::<i64>() {
-            Ok(count) => match u32::try_from(count) {
-                Ok(count) => Ok(Self::Each(count)),
-                Err(_) => Err(PyValueError::new_err(format!("{name} is {count}, which is no uint32"))),
-            },
+        match object.extract::<u32>() {
+            Ok(count) => Ok(Self::Each(count)),
+            Err(error) if error.is_instance_of::<PyOverflowError>(object.py()) => {
+                let error = in_range::<u32>(object, error);
+                Err(PyValueError::new_err(format!("{name}: {}", error.value(object.py()))))
+            }
             Err(_) => Ok(Self::List(integers(name, object)?)),
         }
     }

@@ -26,7 +26,7 @@ use pyo3::prelude::*;
 pub(super) use adopt::adopt;
 pub(super) use dlpack::export as export_capsule;
 pub(super) use fill::{Fill, Values};
-pub(super) use integers::{integers, named};
+pub(super) use integers::{Integer, integers, named};
 pub(super) use memory::Memory;
 pub(super) use numpy::{export as export_numpy, lend};
 pub(super) use output::{Output, OutputKind};

@@ -5,6 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
 use super::array::{Array, integers, lend, named};
+use super::convert::Number;
 use super::fill::{Field, fill};
 use crate::cache;
 use crate::error::{Error, Result};
@@ -57,9 +58,9 @@ impl BatchView {
 impl BatchView {
     #[new]
     fn from_arrays(
-        page_size: usize,
-        num_pages: usize,
-        no_page: i64,
+        page_size: Number<usize>,
+        num_pages: Number<usize>,
+        no_page: Number<i64>,
         block_table: &Bound<'_, PyAny>,
         seq_lens: &Bound<'_, PyAny>,
         cu_seqlens_q: &Bound<'_, PyAny>,
@@ -75,8 +76,8 @@ impl BatchView {
             return Err(table.refuse("must have the 2 axes [B, max_pages]").into());
         };
         let view = cache::BatchView {
-            page_size,
-            num_pages,
+            page_size: page_size.0,
+            num_pages: num_pages.0,
             max_pages,
             block_table: table.integers()?,
             seq_lens: integers("seq_lens", seq_lens)?,
@@ -94,7 +95,7 @@ impl BatchView {
             let message = format!("a view of {rows} sequences whose arrays have other lengths");
             return Err(Error::Layout(message).into());
         }
-        Ok(Self { view, no_page })
+        Ok(Self { view, no_page: no_page.0 })
     }
 
     /// Sequences in the batch.

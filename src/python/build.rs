@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyString;
 
 use super::array::{self, Array};
-use super::convert;
+use super::convert::{self, Number};
 use crate::cache::{CacheOptions, KvCache};
 use crate::dtype::DType;
 use crate::error::Error;
@@ -32,6 +32,16 @@ pub(super) struct Rest {
     pub(super) window_left: i64,
     pub(super) num_threads: Option<usize>,
     pub(super) region: RegionOptions,
+}
+
+/// Where pages may lie.
+pub(super) fn check_device(device: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    match device.map(PyAnyMethods::str).transpose()? {
+        Some(device) if device != "cpu" => {
+            Err(PyValueError::new_err(format!("device {device} is not supported: only cpu is")))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// A cache over `storage`, or over memory of its own.
@@ -118,7 +128,7 @@ fn page_size(sizes: &Sizes<'_, '_>, one_token: &CacheLayout) -> PyResult<usize> 
 fn bytes(memory: &Bound<'_, PyAny>) -> PyResult<u64> {
     match memory.cast::<PyString>() {
         Ok(text) => Ok(parse_bytes(&text.to_string_lossy())?),
-        Err(_) => memory.extract(),
+        Err(_) => Ok(memory.extract::<Number<u64>>()?.0),
     }
 }
 

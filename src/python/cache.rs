@@ -12,6 +12,7 @@ use super::array::{Memory, integers};
 use super::batch::Batch;
 use super::batch_view::parse_pairs;
 use super::build::{self, Rest, Sizes};
+use super::convert::{Number, given};
 use super::pool::PagePool;
 use super::sequence::Sequence;
 use super::stats;
@@ -159,52 +160,48 @@ impl KvCache {
 impl KvCache {
     #[new]
     #[pyo3(signature = (*, num_layers, num_kv_heads=None, head_dim=None, v_head_dim=None, page_size=None,
-        page_bytes=None, num_pages=None, memory=None, dtype=None, layout="HND", window_left=-1, device=None,
+        page_bytes=None, num_pages=None, memory=None, dtype=None, layout="HND", window_left=Number(-1), device=None,
         storage=None, null_page=false, num_threads=None, huge_pages="auto", overcommit=false),
         text_signature = "(*, num_layers, num_kv_heads=None, head_dim=None, v_head_dim=None, page_size=None, \
         page_bytes=None, num_pages=None, memory=None, dtype=None, layout='HND', window_left=-1, device=None, \
         storage=None, null_page=False, num_threads=None, huge_pages='auto', overcommit=False)")]
     fn build(
         py: Python<'_>,
-        num_layers: usize,
-        num_kv_heads: Option<usize>,
-        head_dim: Option<usize>,
-        v_head_dim: Option<usize>,
-        page_size: Option<usize>,
-        page_bytes: Option<usize>,
-        num_pages: Option<usize>,
+        num_layers: Number<usize>,
+        num_kv_heads: Option<Number<usize>>,
+        head_dim: Option<Number<usize>>,
+        v_head_dim: Option<Number<usize>>,
+        page_size: Option<Number<usize>>,
+        page_bytes: Option<Number<usize>>,
+        num_pages: Option<Number<usize>>,
         memory: Option<&Bound<'_, PyAny>>,
         dtype: Option<&Bound<'_, PyAny>>,
         layout: &str,
-        window_left: i64,
+        window_left: Number<i64>,
         device: Option<&Bound<'_, PyAny>>,
         storage: Option<&Bound<'_, PyAny>>,
         null_page: bool,
-        num_threads: Option<usize>,
+        num_threads: Option<Number<usize>>,
         huge_pages: &str,
         overcommit: bool,
     ) -> PyResult<Self> {
-        if let Some(device) = device.map(PyAnyMethods::str).transpose()?
-            && device != "cpu"
-        {
-            return Err(PyValueError::new_err(format!("device {device} is not supported: only cpu is")));
-        }
+        build::check_device(device)?;
         let order = layout.parse()?;
         let sizes = Sizes {
-            num_layers,
-            num_kv_heads,
-            head_dim,
-            v_head_dim,
-            page_size,
-            page_bytes,
-            num_pages,
+            num_layers: num_layers.0,
+            num_kv_heads: given(num_kv_heads),
+            head_dim: given(head_dim),
+            v_head_dim: given(v_head_dim),
+            page_size: given(page_size),
+            page_bytes: given(page_bytes),
+            num_pages: given(num_pages),
             memory,
             dtype,
             order,
             null_page,
         };
         let region = RegionOptions { huge_pages: huge_pages.parse()?, overcommit };
-        let rest = Rest { window_left, num_threads, region };
+        let rest = Rest { window_left: window_left.0, num_threads: given(num_threads), region };
         Ok(Self::new(build::cache(py, &sizes, &rest, storage)?))
     }
 
@@ -336,12 +333,12 @@ impl KvCache {
     fn write(
         &self,
         py: Python<'_>,
-        layer: usize,
+        layer: Number<usize>,
         key: &Bound<'_, PyAny>,
         value: &Bound<'_, PyAny>,
         batch: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        step::write(py, &self.cache, layer, [key, value], batch)
+        step::write(py, &self.cache, layer.0, [key, value], batch)
     }
 
     /// Attention of a batch's queries over the keys and values of one layer.
@@ -385,12 +382,12 @@ impl KvCache {
     fn attend<'py>(
         &self,
         py: Python<'py>,
-        layer: usize,
+        layer: Number<usize>,
         query: &Bound<'py, PyAny>,
         batch: &Bound<'py, PyAny>,
         scale: Option<f32>,
         causal: bool,
-        window_left: Option<i64>,
+        window_left: Option<Number<i64>>,
         logits_soft_cap: f32,
         alibi_slopes: Option<&Bound<'py, PyAny>>,
         sinks: Option<&Bound<'py, PyAny>>,
@@ -399,7 +396,7 @@ impl KvCache {
     ) -> PyResult<Bound<'py, PyAny>> {
         let options =
             StepOptions { scale, causal, window_left, logits_soft_cap, alibi_slopes, sinks, return_lse, out };
-        step::attend(py, &self.cache, layer, query, batch, &options)
+        step::attend(py, &self.cache, layer.0, query, batch, &options)
     }
 
     /// Copies whole pages in every layer, in order: what :attr:`BatchView.copies` asks for.
@@ -440,14 +437,14 @@ impl KvCache {
     /// ValueError, LayoutError
     ///     For a layer that is not there, a cache without storage.
     #[pyo3(signature = (layer, writable=false))]
-    fn key_pages(&self, layer: usize, writable: bool) -> PyResult<Tensor> {
-        self.pages(layer, Which::Key, writable)
+    fn key_pages(&self, layer: Number<usize>, writable: bool) -> PyResult<Tensor> {
+        self.pages(layer.0, Which::Key, writable)
     }
 
     /// The values of one layer where they lie; see :meth:`key_pages`.
     #[pyo3(signature = (layer, writable=false))]
-    fn value_pages(&self, layer: usize, writable: bool) -> PyResult<Tensor> {
-        self.pages(layer, Which::Value, writable)
+    fn value_pages(&self, layer: Number<usize>, writable: bool) -> PyResult<Tensor> {
+        self.pages(layer.0, Which::Value, writable)
     }
 
     /// What the cache holds, in pages, tokens and bytes. Walks all tables.

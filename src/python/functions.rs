@@ -6,7 +6,8 @@ use numpy::PyArray1;
 use pyo3::prelude::*;
 
 use super::array::{Array, Output, reserve};
-use super::{convert, threads};
+use super::convert::{self, Number, given};
+use super::threads;
 use crate::attention::{self, AttentionOptions, BatchTables};
 use crate::dtype::DType;
 use crate::error::Error;
@@ -84,7 +85,7 @@ use crate::layout::{self, PageOrder};
 /// don't change the arrays meanwhile.
 #[pyfunction]
 #[pyo3(signature = (query, key_pages, value_pages, block_table, seq_lens, cu_seqlens_q, *, layout="HND",
-    scale=None, causal=true, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None,
+    scale=None, causal=true, window_left=Number(-1), logits_soft_cap=0.0, alibi_slopes=None, sinks=None,
     return_lse=false, out=None, num_threads=None), text_signature = "(query, key_pages, value_pages, \
     block_table, seq_lens, cu_seqlens_q, *, layout='HND', scale=None, causal=True, window_left=-1, \
     logits_soft_cap=0.0, alibi_slopes=None, sinks=None, return_lse=False, out=None, num_threads=None)")]
@@ -99,13 +100,13 @@ pub(super) fn paged_attention<'py>(
     layout: &str,
     scale: Option<f32>,
     causal: bool,
-    window_left: i64,
+    window_left: Number<i64>,
     logits_soft_cap: f32,
     alibi_slopes: Option<&Bound<'py, PyAny>>,
     sinks: Option<&Bound<'py, PyAny>>,
     return_lse: bool,
     out: Option<&Bound<'py, PyAny>>,
-    num_threads: Option<usize>,
+    num_threads: Option<Number<usize>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let order: PageOrder = layout.parse()?;
     let query = Array::new("query", query)?;
@@ -125,7 +126,7 @@ pub(super) fn paged_attention<'py>(
     let options = AttentionOptions {
         scale,
         causal,
-        window_left,
+        window_left: window_left.0,
         logits_soft_cap,
         alibi_slopes: slopes.as_deref(),
         sinks: sinks.as_deref(),
@@ -138,7 +139,7 @@ pub(super) fn paged_attention<'py>(
     let shape = [tokens, num_heads, v.layout().head_dim];
     let mut out = Output::rows(&query, shape, out, &[&query, &key_pages, &value_pages])?;
     let mut lse = lse_buffer(return_lse, tokens, num_heads)?;
-    let pool = threads::shared(num_threads)?;
+    let pool = threads::shared(given(num_threads))?;
     let mut out_rows = out.rows_mut()?;
     py.detach(|| {
         attention::paged_attention(rows, k, v, &tables, &options, &mut out_rows, lse.as_deref_mut(), &pool)
@@ -273,8 +274,8 @@ pub(super) fn merge_states<'py>(
 /// -----
 /// Press, Smith and Lewis, "Train Short, Test Long" (ICLR 2022).
 #[pyfunction]
-pub(super) fn alibi_slopes(py: Python<'_>, num_heads: u16) -> Bound<'_, PyArray1<f32>> {
-    PyArray1::from_vec(py, attention::alibi_slopes(num_heads.into()))
+pub(super) fn alibi_slopes(py: Python<'_>, num_heads: Number<u16>) -> Bound<'_, PyArray1<f32>> {
+    PyArray1::from_vec(py, attention::alibi_slopes(num_heads.0.into()))
 }
 
 /// Bytes of keys and values that one token of context costs over all layers.
@@ -302,15 +303,15 @@ pub(super) fn alibi_slopes(py: Python<'_>, num_heads: u16) -> Bound<'_, PyArray1
 #[pyfunction]
 #[pyo3(signature = (*, num_layers, num_kv_heads, head_dim, v_head_dim=None, dtype=None))]
 pub(super) fn kv_bytes_per_token(
-    num_layers: usize,
-    num_kv_heads: usize,
-    head_dim: usize,
-    v_head_dim: Option<usize>,
+    num_layers: Number<usize>,
+    num_kv_heads: Number<usize>,
+    head_dim: Number<usize>,
+    v_head_dim: Option<Number<usize>>,
     dtype: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<usize> {
     let dtype = dtype.map_or(Ok(DType::BF16), convert::named)?;
-    let v_head_dim = v_head_dim.unwrap_or(head_dim);
-    Ok(layout::kv_bytes_per_token(num_layers, num_kv_heads, head_dim, v_head_dim, dtype)?)
+    let v_head_dim = v_head_dim.unwrap_or(head_dim).0;
+    Ok(layout::kv_bytes_per_token(num_layers.0, num_kv_heads.0, head_dim.0, v_head_dim, dtype)?)
 }
 
 /// Makes every later call of the process use the named instruction set.

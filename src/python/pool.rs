@@ -8,6 +8,7 @@ use numpy::PyArray1;
 use pyo3::prelude::*;
 
 use super::array::integers;
+use super::convert::Number;
 use crate::cache::KvCache;
 use crate::ids::PageHandle;
 
@@ -57,8 +58,8 @@ impl PagePool {
     ///     Where fewer are available.
     /// NeverFitsError
     ///     Where the pool is smaller.
-    fn alloc<'py>(&self, py: Python<'py>, n: usize) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        let handles = self.0.alloc(n)?.into_iter().map(|handle| handle.0).collect();
+    fn alloc<'py>(&self, py: Python<'py>, n: Number<usize>) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let handles = self.0.alloc(n.0)?.into_iter().map(|handle| handle.0).collect();
         Ok(PyArray1::from_vec(py, handles))
     }
 

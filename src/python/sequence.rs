@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyString;
 
 use super::array::integers;
+use super::convert::{Number, given};
 use crate::cache::KvCache;
 use crate::ids::TokenId;
 use crate::table;
@@ -91,8 +92,8 @@ impl Sequence {
     /// Notes
     /// -----
     /// A tail page that others can see is copied first (copy-on-write), its computed tokens only.
-    fn append(&self, n: u32) -> PyResult<()> {
-        Ok(self.sequence.append(n)?)
+    fn append(&self, n: Number<u32>) -> PyResult<()> {
+        Ok(self.sequence.append(n.0)?)
     }
 
     /// :meth:`append` for tokens whose ids are known.
@@ -138,8 +139,8 @@ impl Sequence {
     ///     Where there are fewer.
     /// SequenceBusyError, SequenceFreedError
     ///     Where it is being changed, or freed. Nothing is changed then.
-    fn truncate(&self, n: u32) -> PyResult<()> {
-        Ok(self.sequence.truncate(n)?)
+    fn truncate(&self, n: Number<u32>) -> PyResult<()> {
+        Ok(self.sequence.truncate(n.0)?)
     }
 
     /// Declares tokens computed that were written without a batch.
@@ -156,8 +157,8 @@ impl Sequence {
     /// SequenceBusyError, SequenceFreedError
     ///     Where it is being changed, or freed. Nothing is changed then.
     #[pyo3(signature = (n=None))]
-    fn commit(&self, n: Option<u32>) -> PyResult<()> {
-        Ok(self.sequence.commit(n)?)
+    fn commit(&self, n: Option<Number<u32>>) -> PyResult<()> {
+        Ok(self.sequence.commit(given(n))?)
     }
 
     /// Gives all pages back.
@@ -190,9 +191,17 @@ impl Sequence {
     ///     Where `layer`, `position` or `head` is out of range.
     /// LayoutError
     ///     Where the cache has no storage.
-    #[pyo3(signature = (layer, position, which, *, head=0))]
-    fn physical_address(&self, layer: usize, position: u64, which: &str, head: usize) -> PyResult<usize> {
-        Ok(self.cache.physical_address(&self.sequence, layer, position, which.parse()?, head)?)
+    #[pyo3(signature = (layer, position, which, *, head=Number(0)),
+        text_signature = "($self, layer, position, which, *, head=0)")]
+    fn physical_address(
+        &self,
+        layer: Number<usize>,
+        position: Number<u64>,
+        which: &str,
+        head: Number<usize>,
+    ) -> PyResult<usize> {
+        let which = which.parse()?;
+        Ok(self.cache.physical_address(&self.sequence, layer.0, position.0, which, head.0)?)
     }
 
     /// Translates an offset in this sequence's logical memory to one in a layer's physical memory.
@@ -211,8 +220,8 @@ impl Sequence {
     /// ------
     /// ValueError
     ///     Where the offset lies beyond the sequence's pages.
-    fn physical_offset(&self, byte_offset: u64) -> PyResult<u64> {
-        Ok(self.cache.physical_offset(&self.sequence, byte_offset)?)
+    fn physical_offset(&self, byte_offset: Number<u64>) -> PyResult<u64> {
+        Ok(self.cache.physical_offset(&self.sequence, byte_offset.0)?)
     }
 
     /// Asks the processor to fetch this sequence's computed pages into its cache.
@@ -227,9 +236,9 @@ impl Sequence {
     /// -------
     /// int
     ///     Bytes asked for. Nothing is changed.
-    #[pyo3(signature = (*, max_bytes=1 << 20), text_signature = "($self, *, max_bytes=1048576)")]
-    fn prefetch(&self, py: Python<'_>, max_bytes: usize) -> PyResult<usize> {
-        Ok(py.detach(|| self.cache.prefetch(&self.sequence, max_bytes))?)
+    #[pyo3(signature = (*, max_bytes=Number(1 << 20)), text_signature = "($self, *, max_bytes=1048576)")]
+    fn prefetch(&self, py: Python<'_>, max_bytes: Number<usize>) -> PyResult<usize> {
+        Ok(py.detach(|| self.cache.prefetch(&self.sequence, max_bytes.0))?)
     }
 
     fn __repr__<'py>(&self, py: Python<'py>) -> Bound<'py, PyString> {

@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 use super::arguments::{BatchArgument, Counts, Sequences};
 use super::array::{Array, Output, integers};
 use super::batch::Batch;
+use super::convert::{Number, given};
 use super::functions::lse_buffer;
 use super::sequence::Sequence;
 use crate::attention::AttentionOptions;
@@ -69,7 +70,7 @@ pub(super) fn reorder<'py>(
 pub(super) struct StepOptions<'a, 'py> {
     pub(super) scale: Option<f32>,
     pub(super) causal: bool,
-    pub(super) window_left: Option<i64>,
+    pub(super) window_left: Option<Number<i64>>,
     pub(super) logits_soft_cap: f32,
     pub(super) alibi_slopes: Option<&'a Bound<'py, PyAny>>,
     pub(super) sinks: Option<&'a Bound<'py, PyAny>>,
@@ -112,7 +113,7 @@ pub(super) fn attend<'py>(
     let attention = AttentionOptions {
         scale: options.scale,
         causal: options.causal,
-        window_left: options.window_left.unwrap_or_else(|| cache.window_left()),
+        window_left: given(options.window_left).unwrap_or_else(|| cache.window_left()),
         logits_soft_cap: options.logits_soft_cap,
         alibi_slopes: slopes.as_deref(),
         sinks: sinks.as_deref(),

@@ -179,6 +179,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     }
 
     /// The first `num_pages` entries of a version's table, leaf by leaf: `f(index, entries)`.
+    #[expect(clippy::inline_always, reason = "a call per leaf would cost as much as copying the leaf")]
     #[inline(always)]
     fn for_entries(&self, version: &Version, num_pages: usize, mut f: impl FnMut(usize, &[AtomicU32])) {
         let find = |number: &AtomicU32| {

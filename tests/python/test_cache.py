@@ -64,7 +64,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "page size 2^40": ({"page_size": 2**40}, paged_kv.LayoutError, str(2**40)),
     "no pages": ({"num_pages": 0}, paged_kv.LayoutError, "num_pages must be at least 1"),
     "pages beyond 32 bits": ({"num_pages": 2**33, "num_layers": 0}, paged_kv.LayoutError, str(2**33)),
-    "negative pages": ({"num_pages": -1}, OverflowError, "negative"),
+    "negative pages": ({"num_pages": -1}, ValueError, "-1 is not an integer from 0 to"),
+    "pages beyond 64 bits": ({"num_pages": 2**70}, ValueError, f"{2**70} is not an integer"),
+    "memory beyond 64 bits": ({"num_pages": None, "memory": 2**70}, ValueError, str(2**70)),
+    "window beyond 64 bits": ({"window_left": -(2**70)}, ValueError, str(-(2**70))),
+    "a number too long to print": ({"num_pages": 10**5000}, ValueError, "the number is not an integer"),
     "no heads": ({"num_kv_heads": 0}, paged_kv.LayoutError, "num_kv_heads"),
     "heads missing": ({"num_kv_heads": None}, ValueError, "num_kv_heads is needed"),
     "dim missing": ({"head_dim": None}, ValueError, "head_dim is needed"),
@@ -267,7 +271,7 @@ def test_reorder_refuses_as_a_whole() -> None:
     before = cache.stats(detail=True)
     for seqs, indices, message in (
         ([a, b], [2], "2"),
-        ([a, b], [-1], "u64"),
+        ([a, b], [-1], "indices: element 0: -1 is not an integer"),
         ([a, a], [0], "index 1"),
         ([a, other.sequence()], [0], "another cache"),
     ):

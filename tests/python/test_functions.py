@@ -179,7 +179,7 @@ def test_merge_states_ignores_a_side_without_keys() -> None:
 def test_alibi_slopes_for_heads_that_are_no_power_of_two() -> None:
     np.testing.assert_allclose(paged_kv.alibi_slopes(4), [2**-2, 2**-4, 2**-6, 2**-8])
     np.testing.assert_allclose(paged_kv.alibi_slopes(6)[4:], [2**-1, 2**-3])
-    with pytest.raises(OverflowError):
+    with pytest.raises(ValueError, match="-1 is not an integer from 0 to 65535"):
         paged_kv.alibi_slopes(-1)
 
 

@@ -4,6 +4,7 @@
 
 use std::ptr;
 
+use super::super::convert::in_range;
 use super::{Array, Element, reserve};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -16,18 +17,20 @@ use pyo3::types::{PyList, PyTuple};
 /// An integer type that addresses something.
 pub(in crate::python) trait Integer: Copy + TryFrom<i128> {
     const SIGNED: bool;
-    const NAME: &str;
+    const LEAST: i128;
+    const MOST: i128;
 }
 
 macro_rules! integer {
     ($($type:ty: $signed:literal),*) => {$(
         impl Integer for $type {
             const SIGNED: bool = $signed;
-            const NAME: &str = stringify!($type);
+            const LEAST: i128 = <$type>::MIN as i128;
+            const MOST: i128 = <$type>::MAX as i128;
         }
     )*};
 }
-integer!(i32: true, i64: true, u32: false, u64: false);
+integer!(i32: true, i64: true, u16: false, u32: false, u64: false, usize: false);
 
 impl Array<'_> {
     /// All elements in row-major order, from any integer dtype, refusing values that don't fit.
@@ -63,7 +66,12 @@ impl Array<'_> {
                 }
             };
             T::try_from(value).map_err(|_| {
-                Error::Value(format!("{}: element {index} is {value}, which is no {}", self.name, T::NAME))
+                Error::Value(format!(
+                    "{}: element {index} is {value}, not an integer from {} to {}",
+                    self.name,
+                    T::LEAST,
+                    T::MOST
+                ))
             })
         })
     }
@@ -134,10 +142,22 @@ where
     object.extract().map_err(|error: PyErr| {
         let py = object.py();
         if error.is_instance_of::<PyOverflowError>(py) {
-            PyValueError::new_err(format!("{name} holds a number that is no {}", T::NAME))
+            out_of_range::<T>(name, object).unwrap_or(error)
         } else {
             named(py, name, "an array or a sequence of integers", error)
         }
+    })
+}
+
+/// The error that names the first of a sequence's integers that doesn't fit.
+fn out_of_range<'py, T>(name: &str, object: &Bound<'py, PyAny>) -> Option<PyErr>
+where
+    T: Integer + FromPyObjectOwned<'py>,
+{
+    object.try_iter().ok()?.enumerate().find_map(|(index, item)| {
+        let item = item.ok()?;
+        let error = in_range::<T>(&item, item.extract::<T>().err()?.into());
+        Some(PyValueError::new_err(format!("{name}: element {index}: {}", error.value(item.py()))))
     })
 }
 
