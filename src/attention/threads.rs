@@ -1,20 +1,40 @@
 //! The threads that attention runs on.
 
 use std::fmt;
-use std::sync::OnceLock;
+use std::mem;
 
 use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
 
 use crate::error::{Error, Result};
+use crate::sync::OnceBox;
 
 /// A number of threads of one's own: nothing here touches rayon's global pool, so two caches, or a
 /// cache and its host program, don't share settings.
 ///
 /// They start with the first call that is worth it: a cache that only keeps tables, or serves one
-/// short sequence, has none.
+/// short sequence, has none. They belong to one process: the child of a `fork` has none of its
+/// parent's threads, and starts its own.
 pub struct ThreadPool {
     num_threads: usize,
-    started: OnceLock<rayon::ThreadPool>,
+    started: OnceBox<Started>,
+}
+
+/// The threads of one process.
+struct Started {
+    process: u32,
+    /// None only while being dropped.
+    pool: Option<rayon::ThreadPool>,
+    /// Those of a child of that process.
+    of_child: OnceBox<Started>,
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        if self.process != std::process::id() {
+            // Ending threads takes locks that they may have held when the process was copied.
+            mem::forget(self.pool.take());
+        }
+    }
 }
 
 /// Where one call's work runs; `None` is the caller's thread.
@@ -37,7 +57,7 @@ impl ThreadPool {
     pub fn new(num_threads: Option<usize>) -> Result<Self> {
         let available = || std::thread::available_parallelism().map_or(1, |n| n.get().min(MOST_THREADS));
         match num_threads.unwrap_or_else(available) {
-            num_threads @ 1..=MOST_THREADS => Ok(Self { num_threads, started: OnceLock::new() }),
+            num_threads @ 1..=MOST_THREADS => Ok(Self { num_threads, started: OnceBox::new() }),
             n => Err(Error::Value(format!("num_threads must be 1 to {MOST_THREADS}, not {n}"))),
         }
     }
@@ -55,16 +75,29 @@ impl ThreadPool {
         if self.num_threads == 1 || work < WORTH_WAKING {
             return Ok(Workers(None));
         }
-        if let Some(pool) = self.started.get() {
-            return Ok(Workers(Some(pool)));
+        let process = std::process::id();
+        let mut place = &self.started;
+        loop {
+            match place.get() {
+                Some(started) if started.process == process => {
+                    return Ok(Workers(started.pool.as_ref()));
+                }
+                Some(started) => place = &started.of_child,
+                None => {
+                    let pool = Some(self.start()?);
+                    // If another thread was faster, its threads are used and these end.
+                    place.get_or_make(|| Started { process, pool, of_child: OnceBox::new() });
+                }
+            }
         }
-        let pool = rayon::ThreadPoolBuilder::new()
+    }
+
+    fn start(&self) -> Result<rayon::ThreadPool> {
+        rayon::ThreadPoolBuilder::new()
             .num_threads(self.num_threads)
             .thread_name(|i| format!("paged-kv-{i}"))
             .build()
-            .map_err(|e| Error::Value(format!("cannot start {} threads: {e}", self.num_threads)))?;
-        // If another thread was faster, its pool is used and this one ends.
-        Ok(Workers(Some(self.started.get_or_init(|| pool))))
+            .map_err(|e| Error::Value(format!("cannot start {} threads: {e}", self.num_threads)))
     }
 }
 

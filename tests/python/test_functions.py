@@ -228,14 +228,33 @@ FORKED = """
 import os, sys
 import numpy as np, paged_kv
 
-pages = np.ones((64, 1, 64, 64), np.float32)
-query = np.ones((256, 1, 64), np.float32)
-tables = np.arange(64)[None], np.array([4096]), np.array([0, 256])
-attend = lambda: paged_kv.paged_attention(query, pages, pages, *tables, num_threads=2)
+tokens = np.ones((4096, 1, 64), np.float32)
+cache = paged_kv.KvCache(
+    num_layers=1, num_kv_heads=1, head_dim=64, dtype="float32", num_pages=256, num_threads=2
+)
+seqs = [cache.sequence()]
+batch = cache.batch(seqs, 4096)
+cache.write(0, tokens, tokens, batch)
+pages = cache.key_pages(0), cache.value_pages(0)
+tables = batch.block_table, batch.seq_lens, np.array([0, 256])
+
+def attend():
+    function = paged_kv.paged_attention(tokens[:256], *pages, *tables, num_threads=2)
+    with cache.batch(seqs, 0, num_queries=256) as reading:
+        method = cache.attend(0, tokens[:256], reading)
+    return np.array([function, method])
+
+batch.commit()
 want = attend()
 child = os.fork()
 if child == 0:
-    os._exit(0 if np.array_equal(attend(), want) else 1)
+    grandchild = os.fork()
+    fine = np.array_equal(attend(), want)
+    if grandchild == 0:
+        os._exit(0 if fine else 1)
+    fine &= os.waitpid(grandchild, 0)[1] == 0
+    del batch, cache, seqs, pages
+    os._exit(0 if fine else 1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
