@@ -455,6 +455,19 @@ def test_fill_refuses_pages_and_padding_that_do_not_fit(built: bool) -> None:
         assert buffer.max() == pages, "no padding is needed"
 
 
+@pytest.mark.parametrize("built", [False, True])
+def test_fill_of_sequences_without_a_page_is_padding(built: bool) -> None:
+    cache = small_cache()
+    with cache.batch([cache.sequence(), cache.sequence()], 0) as batch:
+        if built:
+            assert batch.block_table.shape == (2, 0)
+        for source in (batch, pickle.loads(pickle.dumps(batch))):
+            buffer, indices = np.full((3, 2), 77, np.int32), np.full(2, 77, np.int32)
+            source.fill(block_table=buffer, kv_indices=indices)
+            assert (buffer == -1).all()
+            assert (indices == -1).all()
+
+
 def test_fill_after_the_end_writes_only_what_was_built() -> None:
     cache = small_cache()
     seq = cache.sequence()

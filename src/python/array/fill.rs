@@ -21,7 +21,8 @@ impl Values<'_> {
         match self {
             Self::I32(values) => (None, values.len()),
             Self::I64(values) => (None, values.len()),
-            Self::Rows(values, columns) => (values.len().checked_div(*columns), *columns),
+            // Without a column there is nothing to write, whatever the rows.
+            Self::Rows(values, columns) => (Some(values.len().checked_div(*columns).unwrap_or(0)), *columns),
             Self::Table(table) => (Some(table.num_rows()), table.max_pages()),
         }
     }
