@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+import beam_search
 import continuous_batching
 import paged_kv
-from paged_kv.llm import new_cache
-from tiny_llama import CONFIG, dense_greedy, random_prompts, tiny_llama
+import parallel_sampling
+from paged_kv.llm import SamplingParams, new_cache
+from paged_kv.llm.sampling import Sampler
+from tiny_llama import CONFIG, dense_cache, dense_greedy, random_prompts, step, tiny_llama
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -147,4 +150,65 @@ def test_pages_that_others_hold_are_reported_and_nothing_is_lost() -> None:
     cache.pool.release(handles)
     scheduler.run()
     assert request.output == dense_greedy(MODEL, prompt, 5)
+    assert_all_pages_are_back(cache)
+
+
+# Parallel sampling and beams
+
+
+def sampled_alone(prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    cache, sampler, answer = dense_cache(), Sampler(params), list[int]()
+    seq, new = cache.sequence(), list(prompt)
+    while len(answer) < params.max_tokens and not set(answer) & params.stop_ids:
+        new = [sampler.sample(step(MODEL, cache, [seq], [new])[0])]
+        answer += new
+    return answer
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_eight_samples_are_those_drawn_alone(page_size: int) -> None:
+    cache = new_cache(CONFIG, num_tokens=512, page_size=page_size)
+    [prompt] = random_prompts(31, [45])
+    stops = frozenset(range(0, 256, 13))
+    params = [
+        SamplingParams(max_tokens=20, temperature=0.8, top_p=0.95, seed=seed, stop_ids=stops)
+        for seed in range(8)
+    ]
+    answers = parallel_sampling.sample(MODEL, cache, prompt, params)
+    assert answers == [sampled_alone(prompt, each) for each in params]
+    assert len({len(answer) for answer in answers}) > 2, "they ended at different times"
+    assert (cache.stats()["copied_pages"] > 0) == (page_size > 1), "45 tokens end inside a page"
+    assert_all_pages_are_back(cache)
+
+
+def beams_from_scratch(
+    prompt: list[int], width: int, max_tokens: int, stop_id: int | None
+) -> list[tuple[float, list[int]]]:
+    """Beam search by its definition: every hypothesis is computed anew, alone and without pages."""
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    ended = []
+    for _ in range(max_tokens):
+        candidates = []
+        for total, tokens in beams:
+            cache = dense_cache()
+            scores = step(MODEL, cache, [cache.sequence()], [prompt + tokens])[0].astype(np.float64)
+            log_probs = scores - np.logaddexp.reduce(scores)
+            candidates += [(total + float(log_probs[t]), [*tokens, t]) for t in range(len(log_probs))]
+        candidates.sort(reverse=True)
+        ended += [beam for beam in candidates[:width] if beam[1][-1] == stop_id]
+        beams = [beam for beam in candidates if beam[1][-1] != stop_id][:width]
+    return sorted(beams + ended, reverse=True)[:width]
+
+
+@pytest.mark.parametrize(("page_size", "stops"), [(1, False), (4, True), (16, False), (16, True)])
+def test_four_beams_are_those_computed_from_scratch(page_size: int, stops: bool) -> None:
+    cache = new_cache(CONFIG, num_tokens=512, page_size=page_size)
+    [prompt] = random_prompts(32, [29])
+    [(_, likeliest), *_] = beams_from_scratch(prompt, 4, 12, None)
+    stop_id = likeliest[3] if stops else None
+    expected = beams_from_scratch(prompt, 4, 12, stop_id)
+    found = beam_search.beam_search(MODEL, cache, prompt, width=4, max_tokens=12, stop_id=stop_id)
+    assert [beam.tokens for beam in found] == [tokens for _, tokens in expected]
+    np.testing.assert_allclose([beam.log_prob for beam in found], [total for total, _ in expected], atol=1e-4)
+    assert any(beam.tokens[-1] == stop_id for beam in found) == stops
     assert_all_pages_are_back(cache)
