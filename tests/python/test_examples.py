@@ -15,6 +15,7 @@ import beam_search
 import continuous_batching
 import paged_kv
 import parallel_sampling
+import speculative_decoding
 from paged_kv.llm import SamplingParams, new_cache
 from paged_kv.llm.sampling import Sampler
 from tiny_llama import CONFIG, dense_cache, dense_greedy, random_prompts, step, tiny_llama
@@ -212,3 +213,28 @@ def test_four_beams_are_those_computed_from_scratch(page_size: int, stops: bool)
     np.testing.assert_allclose([beam.log_prob for beam in found], [total for total, _ in expected], atol=1e-4)
     assert any(beam.tokens[-1] == stop_id for beam in found) == stops
     assert_all_pages_are_back(cache)
+
+
+# Speculation
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_speculation_gives_the_tokens_of_plain_decoding(page_size: int) -> None:
+    model = tiny_llama(memory=0.01)
+    cache = new_cache(CONFIG, num_tokens=1024, page_size=page_size)
+    prompts = random_prompts(41, [1, 30, 17, 64, 5, 41])
+    answers, counts = speculative_decoding.generate(model, cache, prompts, 60)
+    assert answers == [dense_greedy(model, prompt, 60) for prompt in prompts]
+    assert counts.rejected >= 100
+    assert counts.accepted >= 50
+    assert counts.steps < 59
+    assert_all_pages_are_back(cache)
+
+
+def test_lookup_continues_the_latest_place_that_ends_alike() -> None:
+    text = [7, 8, 1, 7, 8, 2, 3, 9, 8, 4, 7, 8]
+    assert speculative_decoding.lookup(text, 4) == [2, 3, 9, 8]
+    assert speculative_decoding.lookup(text, 2) == [2, 3]
+    assert speculative_decoding.lookup([1, 2, 3], 4) == []
+    assert speculative_decoding.lookup([5], 4) == []
+    assert speculative_decoding.lookup(text, 0) == []
