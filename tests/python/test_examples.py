@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import beam_search
+import block_tables
 import continuous_batching
 import paged_kv
 import parallel_sampling
@@ -238,3 +239,46 @@ def test_lookup_continues_the_latest_place_that_ends_alike() -> None:
     assert speculative_decoding.lookup([1, 2, 3], 4) == []
     assert speculative_decoding.lookup([5], 4) == []
     assert speculative_decoding.lookup(text, 0) == []
+
+
+# Tables only
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_own_kernels_give_the_tokens_of_the_dense_reference(page_size: int) -> None:
+    backend = block_tables.OwnKernels(CONFIG, num_pages=200, page_size=page_size, max_pages=100)
+    [shared, *tails] = random_prompts(51, [37, 1, 3, 20])
+    prompts = [shared + tail for tail in tails]
+    answers = block_tables.generate(MODEL, backend, prompts, 20)
+    assert answers == [dense_greedy(MODEL, prompt, 20) for prompt in prompts]
+    assert (backend.tables.stats()["copied_pages"] > 0) == (page_size > 1)
+    assert not backend.keys[:, 0].any()
+    assert not backend.values[:, 0].any()
+    assert_all_pages_are_back(backend.tables)
+
+
+def test_both_tables_lead_to_the_same_tokens_and_are_padded_to_their_end() -> None:
+    backend = block_tables.OwnKernels(CONFIG, num_pages=64, page_size=4)
+    seqs = [backend.sequence() for _ in range(3)]
+    step(MODEL, backend, seqs, random_prompts(52, [9, 1, 30]))
+    buffers = backend.buffers
+    for array in vars(buffers).values():
+        array.fill(77)
+    query = np.random.default_rng(53).standard_normal((3, CONFIG.num_heads, CONFIG.head_dim), np.float32)
+    with backend.batch(seqs, [1, 1, 1]) as batch:
+        backend.write(0, query[:, :2], query[:, 2:], batch)
+        pages = backend.keys[0], backend.values[0]
+        padded = np.zeros((len(buffers.seq_lens), *query.shape[1:]), np.float32)
+        padded[:3] = query
+        by_rectangle = block_tables.decode(padded, *pages, buffers)
+        by_lists = block_tables.prefill(query, *pages, buffers)
+        np.testing.assert_allclose(by_rectangle[:3], by_lists, atol=1e-6)
+        assert not by_rectangle[3:].any(), "padding reads zeros"
+        for row, pages_used in enumerate([3, 1, 8]):
+            assert (buffers.block_table[row, :pages_used] > 0).all()
+            assert (buffers.block_table[row, pages_used:] == 0).all()
+        assert not buffers.block_table[3:].any()
+        assert buffers.seq_lens.tolist() == [10, 2, 31, 0, 0, 0, 0, 0]
+        assert buffers.kv_indptr.tolist() == [0, 3, 4, 12, 12, 12, 12, 12, 12]
+        assert buffers.kv_last_page_len.tolist() == [2, 2, 3, 0, 0, 0, 0, 0]
+        assert (buffers.slot_mapping[3:] == -1).all()
