@@ -17,6 +17,7 @@ import continuous_batching
 import paged_kv
 import parallel_sampling
 import speculative_decoding
+import tensor_parallel
 from paged_kv.llm import SamplingParams, new_cache
 from paged_kv.llm.sampling import Sampler
 from tiny_llama import CONFIG, dense_cache, dense_greedy, random_prompts, step, tiny_llama
@@ -282,3 +283,27 @@ def test_both_tables_lead_to_the_same_tokens_and_are_padded_to_their_end() -> No
         assert buffers.kv_indptr.tolist() == [0, 3, 4, 12, 12, 12, 12, 12, 12]
         assert buffers.kv_last_page_len.tolist() == [2, 2, 3, 0, 0, 0, 0, 0]
         assert (buffers.slot_mapping[3:] == -1).all()
+
+
+# Tensor parallelism
+
+
+def test_two_processes_answer_as_one_does() -> None:
+    prompts = random_prompts(61, [20, 33, 5])
+    with tensor_parallel.TensorParallel() as ranks:
+        answers, scores = tensor_parallel.forked_answers(ranks.step, ranks.tables, prompts, 12)
+    dense = [dense_greedy(MODEL, prompt, 12) for prompt in prompts]
+    assert answers[::2] == dense
+    for prompt, answer in zip(prompts, answers[1::2], strict=True):
+        assert answer[1:] == dense_greedy(MODEL, [*prompt, answer[0]], 11)
+    cache = tensor_parallel.cache_of(CONFIG)
+
+    def step_of_one(*arguments: Any) -> Any:
+        return step(MODEL, cache, *arguments)
+
+    expected, expected_scores = tensor_parallel.forked_answers(step_of_one, cache, prompts, 12)
+    assert answers == expected
+    for found, wanted in zip(scores, expected_scores, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert ranks.tables.stats()["copied_pages"] == cache.stats()["copied_pages"] > 0
+    assert_all_pages_are_back(ranks.tables)
