@@ -14,11 +14,14 @@ import pytest
 import beam_search
 import block_tables
 import continuous_batching
+import cross_attention
+import hybrid_windows
+import oracle
 import paged_kv
 import parallel_sampling
 import speculative_decoding
 import tensor_parallel
-from paged_kv.llm import SamplingParams, new_cache
+from paged_kv.llm import DenseCache, LlamaModel, SamplingParams, new_cache
 from paged_kv.llm.sampling import Sampler
 from tiny_llama import CONFIG, dense_cache, dense_greedy, random_prompts, step, tiny_llama
 
@@ -307,3 +310,121 @@ def test_two_processes_answer_as_one_does() -> None:
         np.testing.assert_allclose(found, wanted, atol=1e-4)
     assert ranks.tables.stats()["copied_pages"] == cache.stats()["copied_pages"] > 0
     assert_all_pages_are_back(ranks.tables)
+
+
+# Two caches
+
+
+class DenseDecoder(cross_attention.Decoder):
+    """The decoder without a cache: float64, all target tokens of one target at once."""
+
+    def run(self, x: Any, source: Any) -> Any:
+        heads, normalised = cross_attention.heads, cross_attention.normalised
+        x, source = x.astype(np.float64), source.astype(np.float64)
+        for own, cross in self.layers:
+            normed = normalised(x)
+            out, _ = oracle.attention(*(heads(normed @ own[i]) for i in range(3)))
+            x = x + out.reshape(x.shape) @ own.output
+            query = heads(normalised(x) @ cross.query)
+            out, _ = oracle.attention(
+                query, heads(source @ cross.key), heads(source @ cross.value), causal=False
+            )
+            x = x + out.reshape(x.shape) @ cross.output
+        return normalised(x)
+
+
+def test_cross_attention_is_that_of_a_dense_decoder() -> None:
+    decoder, dense = cross_attention.Decoder(), DenseDecoder()
+    random = np.random.default_rng(71)
+
+    def draw(*shape: int) -> Any:
+        return random.standard_normal((*shape, cross_attention.HIDDEN), np.float32)
+
+    targets, sources = cross_attention.cache_of(8), cross_attention.cache_of(16)
+    states = [draw(50), draw(3)]  # the second is shorter than its target
+    long, short = (decoder.read_source(sources, each) for each in states)
+    pages = sources.pool.num_free
+    source_seqs = [long, long.fork(), short]
+    assert sources.pool.num_free == pages, "forks of a source cost no pages"
+    target_seqs = [targets.sequence() for _ in source_seqs]
+    texts = [draw(12) for _ in source_seqs]
+    outputs: list[list[Any]] = [[], [], []]
+    done = [0, 0, 0]
+    for chunk in ([4, 2, 6], [1, 1, 1], [1, 1, 1], [3, 5, 2]):
+        x = np.concatenate([text[n : n + new] for text, n, new in zip(texts, done, chunk, strict=True)])
+        out = decoder.step(x, targets, target_seqs, sources, source_seqs, chunk)
+        for output, rows in zip(outputs, np.split(out, np.cumsum(chunk)[:-1]), strict=True):
+            output.append(rows)
+        done = [n + new for n, new in zip(done, chunk, strict=True)]
+    for text, n, output, source in zip(texts, done, outputs, [states[0], states[0], states[1]], strict=True):
+        np.testing.assert_allclose(np.concatenate(output), dense.run(text[:n], source), atol=2e-4)
+
+    held = [len(seq) for seq in target_seqs]
+    with pytest.raises(paged_kv.OutOfPagesError):
+        decoder.step(draw(90), targets, target_seqs, sources, source_seqs, [30, 30, 30])
+    assert [len(seq) for seq in target_seqs] == held
+    for seq in (*source_seqs, *target_seqs):
+        seq.free()
+    assert_all_pages_are_back(targets)
+    assert_all_pages_are_back(sources)
+
+
+class DenseWindows(DenseCache):
+    """The dense cache, some of whose layers see a window."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__(
+            num_layers=CONFIG.num_layers, num_kv_heads=CONFIG.num_kv_heads, head_dim=CONFIG.head_dim
+        )
+        self._window = window
+
+    def attend(self, layer: int, query: Any, batch: Any) -> Any:
+        if layer in hybrid_windows.FULL_LAYERS:
+            return super().attend(layer, query, batch)
+        rows, outputs = 0, []
+        for storage, start, new in batch.views:
+            key, value = storage[layer, :, :, : start + new].astype(np.float64).transpose(0, 2, 1, 3)
+            one = query[rows : rows + new].astype(np.float64)
+            outputs.append(oracle.attention(one, key, value, window_left=self._window - 1)[0])
+            rows += new
+        return np.concatenate(outputs).astype(np.float32)
+
+
+def generated(model: LlamaModel, cache: Any, seqs: Any, prompts: list[list[int]], n: int) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in prompts]
+    new = prompts
+    for _ in range(n):
+        new = [[int(scores.argmax())] for scores in step(model, cache, seqs, new)]
+        for answer, tokens in zip(answers, new, strict=True):
+            answer += tokens
+    return answers
+
+
+def test_a_hybrid_of_two_caches_gives_the_tokens_of_a_dense_one() -> None:
+    prompts = random_prompts(81, [40, 11, 1])
+    hybrid = hybrid_windows.HybridCache(window=16, num_pages=64, num_window_pages=64, page_size=4)
+    seqs = [hybrid.sequence() for _ in prompts]
+    answers = generated(MODEL, hybrid, seqs, prompts, 25)
+    dense = DenseWindows(16)
+    assert answers == generated(MODEL, dense, [dense.sequence() for _ in prompts], prompts, 25)
+    assert answers != [dense_greedy(MODEL, prompt, 25) for prompt in prompts], "the window matters"
+    for seq in seqs:
+        seq.free()
+    assert_all_pages_are_back(hybrid.full)
+    assert_all_pages_are_back(hybrid.window)
+
+
+def test_when_the_second_cache_is_out_of_pages_the_first_is_as_it_was() -> None:
+    [prompt] = random_prompts(82, [30])
+    hybrid = hybrid_windows.HybridCache(window=16, num_pages=16, num_window_pages=8, page_size=4)
+    other, seq = hybrid.sequence(), hybrid.sequence()
+    step(MODEL, hybrid, [other], random_prompts(83, [3]))
+    before = hybrid.full.stats(), hybrid.window.stats()
+    with pytest.raises(paged_kv.OutOfPagesError):
+        step(MODEL, hybrid, [seq], [prompt])
+    assert (hybrid.full.stats(), hybrid.window.stats()) == before
+    other.free()
+    dense = DenseWindows(16)
+    assert generated(MODEL, hybrid, [seq], [prompt], 3) == generated(
+        MODEL, dense, [dense.sequence()], [prompt], 3
+    )

@@ -23,3 +23,9 @@ def test_every_make_target_it_names_exists() -> None:
     assert {"demo", "test", "loom", "asan", "stress", "bench", "stubs", "wheel", "fmt", "lint"} <= named
     for target in named:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_its_table_lists_every_example() -> None:
+    listed = re.findall(r"^\| \[`([a-z_]+\.py)`\]\(examples/\1\)", README, re.MULTILINE)
+    programs = {path.name for path in (Path(__file__).parents[2] / "examples").glob("*.py")}
+    assert {*listed, "tiny_llama.py"} == programs
