@@ -161,5 +161,5 @@ def test_without_an_extra_the_command_says_which(missing: str, extra: str) -> No
 def test_the_module_is_the_command() -> None:
     command = [sys.executable, "-m", "paged_kv", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    for name in ("generate", "demo", "bench"):
+    for name in ("generate", "demo", "plan", "bench"):
         assert name in done.stdout

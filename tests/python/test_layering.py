@@ -13,7 +13,17 @@ PACKAGE = Path(__file__).parents[2] / "python" / "paged_kv"
 ALLOWED = {
     "core": {"numpy", "paged_kv"},
     "llm": {"numpy", "paged_kv", "paged_kv.llm", "gguf", "jinja2", "platformdirs", "tokenizers"},
-    "cli": {"numpy", "paged_kv", "paged_kv.llm", "paged_kv.cli", "rich", "threadpoolctl", "typer"},
+    "plan": {"paged_kv.plan"},
+    "cli": {
+        "numpy",
+        "paged_kv",
+        "paged_kv.llm",
+        "paged_kv.plan",
+        "paged_kv.cli",
+        "rich",
+        "threadpoolctl",
+        "typer",
+    },
 }
 
 
@@ -65,6 +75,8 @@ def test_each_part_imports_only_what_stands_before_it(path: Path) -> None:
         ("core", "def f():\n    from paged_kv import cli"),
         ("llm", "import paged_kv.cli.app"),
         ("llm", "import torch"),
+        ("plan", "import numpy"),
+        ("plan", "import paged_kv"),
         ("cli", "import gguf"),
     ],
 )

@@ -10,7 +10,7 @@ import typer
 import paged_kv
 
 app = typer.Typer(
-    help="A paged KV cache for LLM serving: try it on a real model, or measure it.",
+    help="A paged KV cache for LLM serving: try it on a real model, plan for one, or measure it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -120,6 +120,74 @@ def demo(
             page_size=page_size,
             dtype=dtype,
             check=check,
+        )
+
+
+@app.command()
+def plan(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="A Hugging Face config.json, or the folder it is in."),
+    ] = None,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="Instead of a config: layers.")] = None,
+    num_kv_heads: Annotated[int | None, typer.Option(min=1, help="Key/value heads of a layer.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Elements of a head's key.")] = None,
+    v_head_dim: Annotated[
+        int | None, typer.Option(min=0, help="Of its value, where that differs; 0: read from the key.")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that each layer sees, its own included.")
+    ] = None,
+    dtypes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dtype", help="bfloat16, float16, float32, int8 or fp8; may be repeated. All, if not given."
+        ),
+    ] = None,
+    page_sizes: Annotated[
+        list[int] | None,
+        typer.Option("--page-size", min=1, help="May be repeated; requests are counted with the first."),
+    ] = None,
+    lengths: Annotated[
+        list[int] | None,
+        typer.Option("--length", min=1, help="Tokens of a request, prompt and answer; may be repeated."),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for pages, such as 40GiB.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="CSV or JSONL of prompt and answer lengths, to compare on."),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Longest request, if not the model's context.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what a model's KV cache takes, what fits in a budget, and what is wasted."""
+    with _friendly_errors():
+        from paged_kv.cli.plan import figures, show, uniform_shape
+        from paged_kv.plan import load_config
+
+        if config is None:
+            if num_layers is None or num_kv_heads is None or head_dim is None:
+                raise typer.BadParameter("give a config, or --num-layers, --num-kv-heads and --head-dim")
+            shape = uniform_shape(num_layers, num_kv_heads, head_dim, v_head_dim, window)
+        elif (num_layers, num_kv_heads, head_dim, v_head_dim, window) != (None,) * 5:
+            raise typer.BadParameter("give a config or the options that describe a model, not both")
+        else:
+            shape = load_config(config)
+        show(
+            figures(
+                shape,
+                dtypes=dtypes,
+                page_sizes=page_sizes,
+                lengths=lengths,
+                budget=budget,
+                trace=trace,
+                context=context,
+            ),
+            as_json=as_json,
         )
 
 
