@@ -15,7 +15,7 @@ SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find src -name '*.rs')
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test fmt lint lint-rust lint-python test-rust test-python loom loom-quick asan stress bench stubs wheel clean
+.PHONY: help demo test fmt lint lint-rust lint-python test-rust test-python loom loom-quick asan stress bench stubs docs wheel clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -23,7 +23,7 @@ help: ## say what there is
 demo: $(VENV)/.extension ## answer several prompts at once with a real model on one shared cache
 	$(BIN)/paged-kv demo
 
-test: lint test-rust loom-quick test-python ## everything that must hold before a change lands
+test: lint test-rust loom-quick test-python docs ## everything that must hold before a change lands
 
 fmt: $(VENV)/.tools ## format Rust and Python
 	$(CARGO) fmt
@@ -81,6 +81,9 @@ bench: $(VENV)/.tools $(VENV)/.extension ## measure, each figure beside the mach
 stubs: $(VENV)/.tools $(VENV)/.extension ## compare the hand-written stub with the extension
 	$(BIN)/python -m mypy.stubtest paged_kv._core --mypy-config-file pyproject.toml
 
+docs: $(VENV)/.docs $(VENV)/.extension ## build the documentation in target/docs; warnings are errors
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env --doctree-dir target/doctrees docs target/docs
+
 wheel: $(VENV)/.pip ## one wheel for every CPython from 3.11 on
 	$(BIN)/maturin build --release --locked --out dist
 
@@ -95,6 +98,10 @@ $(VENV)/.pip:
 
 $(VENV)/.tools: pyproject.toml | $(VENV)/.pip
 	$(BIN)/pip install --quiet --group tools
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/.pip
+	$(BIN)/pip install --quiet --group docs
 	@touch $@
 
 # An editable install: the Python files are used where they are.

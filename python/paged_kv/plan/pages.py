@@ -1,8 +1,8 @@
-r"""How many pages a sequence holds, in closed form.
+"""How many pages a sequence holds, in closed form.
 
-A layer that sees the last :math:`W` tokens needs, at length :math:`n`, the pages that hold any of the tokens
-:math:`n - W \dots n - 1`. They needn't begin at a page's first slot, so a window of :math:`W` tokens touches
-up to :math:`\lceil (W - 1) / P \rceil + 1` pages of :math:`P`.
+A layer that sees the last W tokens needs, at length n, the pages that hold any of the tokens n - W to n - 1.
+They needn't begin at a page's first slot, so a window of W tokens touches up to ceil((W - 1) / P) + 1 pages
+of P tokens.
 """
 
 from __future__ import annotations

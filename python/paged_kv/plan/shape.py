@@ -27,6 +27,7 @@ class ElementType:
     scales: str = ""
 
 
+#: The types that keys and values can be stored in, by name; the usual one first.
 ELEMENT_TYPES = {
     kind.name: kind
     for kind in (
