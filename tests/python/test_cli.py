@@ -158,6 +158,13 @@ def test_without_an_extra_the_command_says_which(missing: str, extra: str) -> No
     assert advice == f"Install it with: pip install 'paged-kv[{extra}]'"
 
 
+def test_without_its_extra_the_model_runner_says_how_to_get_it() -> None:
+    program = "import sys; sys.modules['tokenizers'] = None; import paged_kv.llm"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install 'paged-kv[llm]'" in done.stderr.splitlines()[-1]
+
+
 def test_the_module_is_the_command() -> None:
     command = [sys.executable, "-m", "paged_kv", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
