@@ -15,7 +15,7 @@ SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find src -name '*.rs')
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test fmt lint lint-rust lint-python test-rust test-python loom loom-quick asan stress bench stubs docs wheel clean
+.PHONY: help demo test fmt lint lint-rust lint-python test-rust test-python loom loom-quick asan stress mutants bench stubs docs wheel clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -71,6 +71,15 @@ asan: ## unit, property and stress tests under AddressSanitizer
 stress: $(VENV)/.tools $(VENV)/.extension ## minutes of hammering from many threads, Rust and Python
 	$(CARGO) test --locked --release --test property --test stress -- --include-ignored
 	$(BIN)/pytest -m stress --timeout 1200
+
+# One of so many shares of all mutants; 0/12 ends within two hours on two cores.
+MUTANTS ?= 0/12
+mutants: export PATH := $(CURDIR)/target/tools/bin:$(PATH)
+mutants: target/tools/bin/cargo-mutants ## break pool, tables and batches on purpose, and see whether a test notices
+	$(CARGO) mutants --shard $(MUTANTS) --sharding round-robin --output target
+
+target/tools/bin/cargo-mutants:
+	$(CARGO) install --locked --quiet --root target/tools cargo-mutants@27.1.0
 
 bench: $(VENV)/.tools $(VENV)/.extension ## measure, each figure beside the machine's limit
 	$(CARGO) bench --locked --features bench

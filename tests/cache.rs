@@ -294,3 +294,20 @@ fn sizes_that_make_no_sense_are_refused() {
     assert!(matches!(refuse(|o| o.num_threads = Some(0)), Error::Value(_)));
     assert!(matches!(refuse(|o| o.layout.num_pages = 1 << 30), Error::Memory { .. }));
 }
+
+#[test]
+fn new_tokens_beyond_32_bits_in_all_are_refused_and_change_nothing() {
+    let mut options = options(0, 40_000);
+    options.layout.page_size = 1 << 16;
+    let cache = KvCache::new(&options).unwrap();
+    let sequences = [cache.sequence(&[]), cache.sequence(&[])];
+    let before = cache.stats(false);
+    let both = [&sequences[0], &sequences[1]];
+    let refused = cache.batch(&both, NewTokens::Each(1 << 30), None, None).unwrap_err();
+    assert!(refused.to_string().contains("at most 2^31 - 1 tokens in all"), "{refused}");
+    assert_eq!(cache.stats(false), before);
+    // One less fits, and so does the same where rows are counted otherwise.
+    cache.batch(&both, NewTokens::Counts(&[1 << 30, (1 << 30) - 1]), None, None).unwrap().close();
+    cache.batch(&both, NewTokens::Each(1 << 30), None, Some(NewTokens::Each(1))).unwrap().close();
+    cache.validate().unwrap();
+}
