@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
 
 use super::array::{Memory, integers};
 use super::batch::Batch;
@@ -15,7 +14,6 @@ use super::build::{self, Rest, Sizes};
 use super::convert::{Number, given};
 use super::pool::PagePool;
 use super::sequence::Sequence;
-use super::stats;
 use super::step::{self, StepOptions};
 use super::tensor::Tensor;
 use crate::cache;
@@ -90,7 +88,7 @@ use crate::storage::RegionOptions;
 /// Serving with PagedAttention" (SOSP 2023), without locks.
 #[pyclass(frozen, weakref, module = "paged_kv", name = "KvCache")]
 pub(crate) struct KvCache {
-    cache: Arc<cache::KvCache>,
+    pub(super) cache: Arc<cache::KvCache>,
     /// Layers of the model.
     #[pyo3(get)]
     num_layers: usize,
@@ -445,40 +443,6 @@ impl KvCache {
     #[pyo3(signature = (layer, writable=false))]
     fn value_pages(&self, layer: Number<usize>, writable: bool) -> PyResult<Tensor> {
         self.pages(layer.0, Which::Value, writable)
-    }
-
-    /// What the cache holds, in pages, tokens and bytes. Walks all tables.
-    ///
-    /// Parameters
-    /// ----------
-    /// detail : bool
-    ///     Whether to add a list with one entry per sequence.
-    ///
-    /// Returns
-    /// -------
-    /// dict
-    ///     ``total_pages``, the sum of ``free_pages``, ``live_pages``, ``cached_pages`` and
-    ///     ``deferred_pages`` (those that only open batches still hold); ``shared_pages`` (live,
-    ///     with more than one holder), ``copied_pages`` (on write, since the start), ``sequences``,
-    ///     ``tokens`` (computed, summed over sequences), ``stored_tokens`` (shared ones counted
-    ///     once), ``reserved_tokens``, ``total_bytes``, ``used_bytes``, and ``waste`` (0 to 1: the
-    ///     part of the sequences' slots without a computed token). Exact when nothing runs.
-    #[pyo3(signature = (detail=false))]
-    fn stats<'py>(&self, py: Python<'py>, detail: bool) -> PyResult<Bound<'py, PyDict>> {
-        let stats = py.detach(|| self.cache.stats(detail))?;
-        stats::dict(py, &stats, detail)
-    }
-
-    /// Checks every count against a walk of the tables. Needs rest.
-    ///
-    /// Raises
-    /// ------
-    /// CorruptionError
-    ///     Where something is wrong.
-    /// NotQuiescentError
-    ///     Where something ran meanwhile.
-    fn validate(&self, py: Python<'_>) -> PyResult<()> {
-        Ok(py.detach(|| self.cache.validate())?)
     }
 
     fn __repr__(&self) -> String {

@@ -1,4 +1,5 @@
-//! The Python face: one file per class, each method converts, detaches, calls and converts.
+//! The Python face: one file per class (of `KvCache`, a second one: `inspect`); each method converts,
+//! detaches, calls and converts.
 
 mod arguments;
 mod array;
@@ -12,6 +13,7 @@ mod convert;
 mod error;
 mod fill;
 mod functions;
+mod inspect;
 mod pool;
 mod sequence;
 mod stats;
