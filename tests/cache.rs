@@ -2,12 +2,12 @@
 #![cfg(not(loom))]
 
 use paged_kv::attention::{AttentionOptions, reference};
-use paged_kv::cache::{BatchView, CacheOptions, KvCache, Step};
+use paged_kv::cache::{BatchView, CacheOptions, KvCache, LeaseHolder, Step};
 use paged_kv::dtype::DType;
 use paged_kv::error::Error;
 use paged_kv::layout::{CacheLayout, PageOrder, Which};
 use paged_kv::storage::{RegionOptions, RowsView, RowsViewMut};
-use paged_kv::table::{NewTokens, Pick, Sequence};
+use paged_kv::table::{NewTokens, PageState, Pick, Sequence};
 
 fn options(num_layers: usize, num_pages: usize) -> CacheOptions {
     CacheOptions {
@@ -255,6 +255,74 @@ fn i1_the_states_sum_to_the_total_and_say_what_is_shared() {
     drop((parent, child));
     cache.validate().unwrap();
     assert_eq!(cache.stats(false).unwrap().free_pages, 32);
+}
+
+#[test]
+fn i1_every_page_has_one_holder_and_the_sums_are_those_of_the_statistics() {
+    let cache = KvCache::new(&CacheOptions { null_page: true, ..options(1, 32) }).unwrap();
+    let parent = cache.sequence(&[]);
+    write(&cache, &parent, 6, 1);
+    let child = parent.fork().unwrap();
+    write(&cache, &child, 1, 2);
+    let handles = cache.pool().alloc(3).unwrap();
+    let reader = cache.batch(&[&parent], NewTokens::Each(0), None, None).unwrap();
+    parent.truncate(3).unwrap();
+    let grandchild = child.fork().unwrap();
+    // Its tail is shared, so the open batch writes to a copy.
+    let writer = cache.batch(&[&grandchild], NewTokens::Each(1), None, None).unwrap();
+    let why = cache.explain(&[&reader, &writer], 8).unwrap();
+    assert_eq!(why.stats, cache.stats(false).unwrap());
+    assert_eq!((why.sequence_pages, why.batch_pages, why.handle_pages), (2, 1, 3));
+    assert_eq!((why.stats.live_pages, why.stats.deferred_pages, why.stats.free_pages), (6, 1, 25));
+    let of = |sequence: &Sequence| {
+        let holder = why.sequences.iter().find(|holder| holder.stats.id == sequence.id()).unwrap();
+        (holder.stats.num_pages, holder.exclusive_pages)
+    };
+    assert_eq!((of(&parent), of(&child), of(&grandchild)), ((1, 0), (2, 0), (2, 0)));
+    let held = |num_pages, deferred_pages| Some(LeaseHolder { num_sequences: 1, num_pages, deferred_pages });
+    assert_eq!(why.leases, [held(2, 1), held(2, 0)]);
+
+    let map = cache.page_map();
+    let count = |state: PageState| map.states.iter().map(|&s| usize::from(s == state as u8)).sum::<usize>();
+    assert_eq!((map.states.len(), map.states[0]), (33, PageState::Null as u8));
+    assert_eq!([PageState::Free, PageState::Private, PageState::Shared].map(count), [25, 4, 2]);
+    assert_eq!([PageState::Cached, PageState::Deferred, PageState::Null].map(count), [0, 1, 1]);
+    assert_eq!(map.copied.iter().filter(|&&copied| copied).count(), 2, "the child's tail and its child's");
+    let first = child.locate(0).unwrap().0.index();
+    // By three sequences, a replaced table and a draft; the parent has the lowest slot.
+    assert_eq!((map.ref_counts[first], map.owners[first]), (5, parent.id() as i64));
+    assert!(map.copied[child.locate(4).unwrap().0.index()]);
+
+    let cells = why.cells.unwrap();
+    assert_eq!((cells.pages_per_cell, cells.counts.len()), (4, 8));
+    let sum = |state: PageState| cells.counts.iter().map(|counts| counts[state as usize]).sum::<u32>();
+    assert_eq!([PageState::Free, PageState::Shared, PageState::Deferred].map(sum), [25, 2, 1]);
+    assert_eq!((cells.copied.iter().sum::<u32>(), why.freed_pages), (2, 0));
+
+    drop((reader, writer));
+    cache.pool().release(&handles).unwrap();
+    drop((parent, child, grandchild));
+    let why = cache.explain(&[], 1).unwrap();
+    assert_eq!((why.stats.free_pages, why.freed_pages, why.sequences.len()), (32, 7, 0));
+    assert_eq!(why.cells.unwrap().counts, [[32, 0, 0, 0, 0]]);
+    let map = cache.page_map();
+    assert!(!map.copied.contains(&true) && map.owners.iter().all(|&owner| owner == -1));
+}
+
+#[test]
+fn a_cell_belongs_to_the_sequence_that_holds_most_of_it() {
+    let cache = KvCache::new(&options(0, 16)).unwrap();
+    let sequences: Vec<Sequence> = (0..4).map(|_| cache.sequence(&[])).collect();
+    for (sequence, pages) in sequences.iter().zip([2, 5, 1, 8]) {
+        sequence.append(pages * 4).unwrap();
+    }
+    let owners = |max_cells| cache.explain(&[], max_cells).unwrap().cells.unwrap().owners;
+    assert_eq!(owners(2), [sequences[1].id() as i64, sequences[3].id() as i64]);
+    assert_eq!(owners(1000).len(), 16, "a cell has a page at least");
+    assert_eq!(cache.explain(&[], 0).unwrap().cells, None);
+    let ended = cache.batch(&[&sequences[0]], NewTokens::Each(0), None, None).unwrap();
+    ended.close();
+    assert_eq!(cache.explain(&[&ended], 0).unwrap().leases, [None]);
 }
 
 #[test]

@@ -34,6 +34,7 @@ from paged_kv.errors import (
     SequenceBusyError,
     SequenceFreedError,
 )
+from paged_kv.explanation import Explanation, PageState
 
 __all__ = [
     "Batch",
@@ -41,6 +42,7 @@ __all__ = [
     "CacheMemoryError",
     "CorruptionError",
     "DeviceError",
+    "Explanation",
     "InvalidPageError",
     "KvCache",
     "LayoutError",
@@ -48,6 +50,7 @@ __all__ = [
     "NotQuiescentError",
     "OutOfPagesError",
     "PagePool",
+    "PageState",
     "PagedKvError",
     "RefCountError",
     "Sequence",

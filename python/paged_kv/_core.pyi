@@ -8,6 +8,8 @@ from typing import Any, Literal, NotRequired, Protocol, Self, TypeAlias, TypedDi
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.explanation import Explanation
+
 __all__ = [
     "Batch",
     "BatchView",
@@ -92,6 +94,13 @@ class _Stats(TypedDict):
     waste: float
     detail: NotRequired[list[_SequenceStats]]
 
+class _PageMap(TypedDict):
+    state: npt.NDArray[np.uint8]
+    ref_count: npt.NDArray[np.uint32]
+    owner: npt.NDArray[np.int64]
+    generation: npt.NDArray[np.uint32]
+    copied: npt.NDArray[np.bool_]
+
 @final
 class KvCache:
     """A paged KV cache: pages of keys and values in all layers, and the sequences that hold them."""
@@ -175,6 +184,9 @@ class KvCache:
     def value_pages(self, layer: int, writable: bool = False) -> Tensor: ...
     def stats(self, detail: bool = False) -> _Stats: ...
     def validate(self) -> None: ...
+    def page_map(self) -> _PageMap: ...
+    def explain(self, *, max_cells: int = 0) -> Explanation: ...
+    def track_leases(self, warn_after: float | None = None) -> None: ...
 
 @final
 class Sequence:

@@ -4,12 +4,16 @@
 mod batch;
 mod buffers;
 mod build;
+mod explain;
+mod page_map;
 mod rows;
 mod stats;
 mod view;
 
 pub use batch::Batch;
 pub use build::CacheOptions;
+pub use explain::{Explanation, LeaseHolder};
+pub use page_map::{PageCells, PageMap};
 pub use rows::BlockRows;
 pub use stats::CacheStats;
 pub use view::BatchView;

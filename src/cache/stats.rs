@@ -2,7 +2,7 @@
 
 use super::KvCache;
 use crate::error::Result;
-use crate::table::SequenceStats;
+use crate::table::{SequenceStats, TableStats};
 
 /// A snapshot. Sums always hold; each figure is exact when nothing runs.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -46,6 +46,18 @@ impl KvCache {
         let total_pages = u64::from(self.pool().num_pages());
         let free_pages = self.pool().num_free().min(total_pages);
         let deferred_pages = tables.deferred.min(total_pages - free_pages);
+        let stats = self.stats_of(&tables, free_pages, deferred_pages)?;
+        Ok(CacheStats { detail: if detail { self.tables.sequences() } else { Vec::new() }, ..stats })
+    }
+
+    /// `free_pages + deferred_pages` is at most the pool's size.
+    pub(super) fn stats_of(
+        &self,
+        tables: &TableStats,
+        free_pages: u64,
+        deferred_pages: u64,
+    ) -> Result<CacheStats> {
+        let total_pages = u64::from(self.pool().num_pages());
         let page_bytes = (self.layout.page_bytes()? * self.layout.num_layers) as u64;
         let slots = tables.held * self.layout.page_size as u64;
         Ok(CacheStats {
@@ -63,7 +75,7 @@ impl KvCache {
             total_bytes: total_pages * page_bytes,
             used_bytes: (total_pages - free_pages) * page_bytes,
             waste: if slots == 0 { 0.0 } else { 1.0 - tables.stored as f64 / slots as f64 },
-            detail: if detail { self.tables.sequences() } else { Vec::new() },
+            detail: Vec::new(),
         })
     }
 }

@@ -51,6 +51,8 @@ pub struct PagePool<const SHARDS: usize = 16> {
     words: PageWords,
     first_page: u32,
     num_pages: u32,
+    /// In which every page began.
+    first_generation: u32,
     /// The region of each shard.
     regions: [Range<u32>; SHARDS],
 }
@@ -68,12 +70,14 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
             return Err(Error::Value(format!("num_pages is {num_pages}; a pool has 1 to {most} pages")));
         }
         let len = len as u32;
+        let first_generation = first_generation();
         Ok(Self {
             free: Bitmap::new_from(first_page, len),
             credits: Credits::new(u64::from(num_pages)),
-            words: PageWords::new(len as usize, first_generation()),
+            words: PageWords::new(len as usize, first_generation),
             first_page,
             num_pages,
+            first_generation,
             regions: regions(len),
         })
     }
@@ -134,6 +138,19 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
     #[inline]
     pub fn ref_count(&self, page: PageId) -> u32 {
         self.words.get(page).count()
+    }
+
+    /// The page's life and its references, in one look; a free page's life is its next one.
+    #[inline]
+    pub fn life(&self, page: PageId) -> (u32, u32) {
+        let word = self.words.get(page);
+        (word.generation(), word.count())
+    }
+
+    /// How often a page whose life is `generation` was freed, modulo 2^32.
+    #[inline]
+    pub fn times_freed(&self, generation: u32) -> u32 {
+        generation.wrapping_sub(self.first_generation)
     }
 
     /// Whether somebody besides one holder may read the page: then it must not be written.

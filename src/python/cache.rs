@@ -12,6 +12,7 @@ use super::batch::Batch;
 use super::batch_view::parse_pairs;
 use super::build::{self, Rest, Sizes};
 use super::convert::{Number, given};
+use super::leases::LeaseTracker;
 use super::pool::PagePool;
 use super::sequence::Sequence;
 use super::step::{self, StepOptions};
@@ -89,6 +90,8 @@ use crate::storage::RegionOptions;
 #[pyclass(frozen, weakref, module = "paged_kv", name = "KvCache")]
 pub(crate) struct KvCache {
     pub(super) cache: Arc<cache::KvCache>,
+    /// Open batches, once :meth:`track_leases` was called.
+    pub(super) leases: LeaseTracker,
     /// Layers of the model.
     #[pyo3(get)]
     num_layers: usize,
@@ -144,6 +147,7 @@ impl KvCache {
             num_threads: cache.threads().num_threads(),
             device: "cpu",
             cache: Arc::new(cache),
+            leases: LeaseTracker::new(),
         }
     }
 
@@ -293,19 +297,22 @@ impl KvCache {
     ///     For ids that contradict those given before, numbers that don't match, a sequence that is
     ///     there twice or of another cache. Nothing is changed then.
     #[pyo3(signature = (seqs, num_new_tokens=None, *, token_ids=None, num_queries=None, stream=None))]
-    fn batch(
+    fn batch<'py>(
         &self,
-        py: Python<'_>,
-        seqs: &Bound<'_, PyAny>,
-        num_new_tokens: Option<&Bound<'_, PyAny>>,
-        token_ids: Option<&Bound<'_, PyAny>>,
-        num_queries: Option<&Bound<'_, PyAny>>,
-        stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Batch> {
+        py: Python<'py>,
+        seqs: &Bound<'py, PyAny>,
+        num_new_tokens: Option<&Bound<'py, PyAny>>,
+        token_ids: Option<&Bound<'py, PyAny>>,
+        num_queries: Option<&Bound<'py, PyAny>>,
+        stream: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, Batch>> {
         if stream.is_some() {
             return Err(PyValueError::new_err("a cache in host memory has no stream"));
         }
-        step::open(py, &self.cache, seqs, num_new_tokens, token_ids, num_queries)
+        let batch = step::open(py, &self.cache, seqs, num_new_tokens, token_ids, num_queries)?;
+        let batch = Bound::new(py, batch)?;
+        self.leases.note(&batch)?;
+        Ok(batch)
     }
 
     /// Writes the new tokens' keys and values of one layer into their slots.

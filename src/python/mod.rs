@@ -14,6 +14,7 @@ mod error;
 mod fill;
 mod functions;
 mod inspect;
+mod leases;
 mod pool;
 mod sequence;
 mod stats;

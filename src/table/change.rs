@@ -158,6 +158,9 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
             copier.copy(copies);
             std::mem::forget(undo);
         }
+        for copy in copies {
+            self.note_copied(copy.destination);
+        }
         // Relaxed: a statistic.
         self.copied.fetch_add(copies.len() as u64, Ordering::Relaxed);
     }

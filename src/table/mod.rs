@@ -15,10 +15,12 @@
 //! | `sequence` | operations on one sequence |
 //! | `batch`, `reorder` | the transaction over many; picking among many |
 //! | `walk` | statistics, owners, validation |
+//! | `map` | what every page is, and who holds it |
 
 mod batch;
 mod change;
 mod leaf;
+mod map;
 mod page_size;
 mod reorder;
 mod sequence;
@@ -28,6 +30,7 @@ mod version;
 mod walk;
 
 pub use batch::{BatchItem, NewTokens, Outcome, TableBatch};
+pub use map::{PageState, PageView, SequenceHolder, Survey};
 pub use reorder::Pick;
 pub use sequence::Sequence;
 pub use walk::{SequenceStats, TableStats};
@@ -73,6 +76,9 @@ pub struct Tables<const LEAF: usize = 64, const SHARDS: usize = 16> {
     copier: Option<Box<dyn CopyPages>>,
     /// Pages copied on write so far. Written only where a page is copied, so never hot.
     copied: AtomicU64,
+    /// For each page number, one more than the generation of the life for which the page was copied
+    /// on write; 0 if it never was. Written only where a page is copied.
+    copied_lives: Box<[AtomicU32]>,
     leaves: Slab<Leaf<LEAF>>,
     versions: Slab<Version>,
     slots: Slab<Slot>,
@@ -81,11 +87,13 @@ pub struct Tables<const LEAF: usize = 64, const SHARDS: usize = 16> {
 impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     /// Tables over `pool`, with `page_size` tokens to a page.
     pub fn new(pool: PagePool<SHARDS>, page_size: u32, copier: Option<Box<dyn CopyPages>>) -> Self {
+        let num_words = pool.first_page() + pool.num_pages();
         Self {
             pool,
             page_size: PageSize::new(page_size),
             copier,
             copied: AtomicU64::new(0),
+            copied_lives: (0..num_words).map(|_| AtomicU32::new(0)).collect(),
             leaves: Slab::new(),
             versions: Slab::new(),
             slots: Slab::new(),
@@ -106,6 +114,20 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     pub fn copied_pages(&self) -> u64 {
         // Relaxed: a statistic.
         self.copied.load(Ordering::Relaxed)
+    }
+
+    /// Remembers that a page, which the caller holds, was copied on write.
+    fn note_copied(&self, page: PageId) {
+        let life = self.pool.handle(page).generation().wrapping_add(1);
+        // Relaxed: a statistic.
+        self.copied_lives[page.index()].store(life, Ordering::Relaxed);
+    }
+
+    /// Whether a page was copied on write for its life `generation`. Of 2^32 lives one can't be told.
+    fn was_copied(&self, page: PageId, generation: u32) -> bool {
+        // Relaxed: as above.
+        let life = self.copied_lives[page.index()].load(Ordering::Relaxed);
+        life != 0 && life == generation.wrapping_add(1)
     }
 
     /// Pages that `tokens` tokens need.

@@ -41,43 +41,72 @@ pub struct SequenceStats {
     pub num_pages: u32,
 }
 
-/// References to one page, by what they come from.
-#[derive(Clone, Copy, Default)]
-struct PageUse {
-    /// Leaves that include it: its reference count without handles.
-    leaves: u32,
-    /// Head versions that include it.
-    heads: u32,
-    /// Draft versions that include it.
-    drafts: u32,
-    /// Computed slots in it, as the longest of its heads sees them.
-    stored: u32,
+impl TableStats {
+    /// What sequences add up to; their pages are still to be added.
+    pub(super) fn of(sequences: &[SequenceStats]) -> Self {
+        let mut stats = Self { sequences: sequences.len() as u64, ..Self::default() };
+        for sequence in sequences {
+            stats.tokens += u64::from(sequence.num_computed_tokens);
+            stats.reserved += u64::from(sequence.len.saturating_sub(sequence.num_computed_tokens));
+        }
+        stats
+    }
+
+    /// Adds one page, which counts `count` references.
+    pub(super) fn add(&mut self, usage: &PageUse, count: u32) {
+        self.held += u64::from(usage.heads > 0);
+        self.shared += u64::from(usage.is_shared(count));
+        self.deferred += u64::from(usage.is_deferred(count));
+        self.stored += u64::from(usage.stored);
+    }
 }
 
-/// References to one leaf.
-#[derive(Clone, Copy, Default)]
-struct LeafUse {
-    versions: u32,
-    heads: u32,
-    drafts: u32,
+/// References to one page, by what they come from. A walk makes one for every page.
+#[derive(Clone, Copy)]
+pub(super) struct PageUse {
+    /// Leaves that include it: its reference count without handles.
+    leaves: u32,
+    /// Computed slots in it, as the longest of its heads sees them.
     stored: u32,
+    /// Slot of the sequence that holds it, of several the lowest; `NOBODY` unless asked for.
+    pub(super) owner: u32,
+    /// Head versions that include it; 2 stands for any more.
+    pub(super) heads: u8,
+    /// Draft versions that include it; 2 stands for any more.
+    pub(super) drafts: u8,
+}
+
+/// Where no sequence's slot stands.
+pub(super) const NOBODY: u32 = u32::MAX;
+
+impl PageUse {
+    /// Held by more than one sequence, or by a sequence and a handle.
+    pub(super) fn is_shared(&self, count: u32) -> bool {
+        self.heads > 1 || (self.heads > 0 && count > self.leaves)
+    }
+
+    /// Held by leases alone: by leaves, none of them in a head or a draft, and by no handle.
+    pub(super) fn is_deferred(&self, count: u32) -> bool {
+        self.leaves > 0 && self.heads == 0 && self.drafts == 0 && count == self.leaves
+    }
+}
+
+/// References to one leaf; what a page's use has as well means the same.
+#[derive(Clone, Copy)]
+pub(super) struct LeafUse {
+    versions: u32,
+    stored: u32,
+    owner: u32,
+    heads: u8,
+    drafts: u8,
 }
 
 impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     /// Counts what is held. Costs a walk over all versions and leaves.
     pub fn stats(&self) -> TableStats {
-        let mut stats = TableStats::default();
-        for sequence in self.sequences() {
-            stats.sequences += 1;
-            stats.tokens += u64::from(sequence.num_computed_tokens);
-            stats.reserved += u64::from(sequence.len.saturating_sub(sequence.num_computed_tokens));
-        }
-        for (page, usage) in self.page_uses() {
-            let count = self.pool.ref_count(page);
-            stats.held += u64::from(usage.heads > 0);
-            stats.shared += u64::from(usage.heads > 1 || (usage.heads > 0 && count > usage.leaves));
-            stats.deferred += u64::from(is_deferred(&usage, count));
-            stats.stored += u64::from(usage.stored);
+        let mut stats = TableStats::of(&self.sequences());
+        for (page, usage) in self.listed_pages() {
+            stats.add(&usage, self.pool.ref_count(page));
         }
         stats
     }
@@ -99,8 +128,8 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         if !self.versions.iter().any(|(_, version)| retired(version)) {
             return 0;
         }
-        let deferred = |&(page, ref usage): &(PageId, PageUse)| is_deferred(usage, self.pool.ref_count(page));
-        self.page_uses().filter(deferred).count() as u64
+        let deferred = |&(page, usage): &(PageId, PageUse)| usage.is_deferred(self.pool.ref_count(page));
+        self.listed_pages().filter(deferred).count() as u64
     }
 
     /// Ids of the sequences whose tables include a page.
@@ -116,7 +145,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     }
 
     /// `f` of every sequence not freed, with its head pinned.
-    fn map_heads<R>(&self, f: impl Fn(u64, &Slot, &Version) -> R) -> Vec<R> {
+    pub(super) fn map_heads<R>(&self, mut f: impl FnMut(u64, &Slot, &Version) -> R) -> Vec<R> {
         let mut found = Vec::new();
         for (number, slot) in self.slots.iter().filter(|(_, slot)| !slot.is_freed()) {
             let Some(index) = self.pin(slot) else { continue };
@@ -160,7 +189,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     }
 
     fn check_pages(&self) -> Result<()> {
-        for (page, usage) in self.page_uses() {
+        for (page, usage) in self.listed_pages() {
             let count = self.pool.ref_count(page);
             if count < usage.leaves {
                 let walked = usage.leaves;
@@ -196,8 +225,9 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     }
 
     /// Versions by leaf. Indexed by leaf number; leaves made during the walk are left out.
-    fn leaf_uses(&self) -> Vec<LeafUse> {
-        let mut uses = vec![LeafUse::default(); self.leaves.capacity()];
+    pub(super) fn leaf_uses(&self) -> Vec<LeafUse> {
+        let unused = LeafUse { versions: 0, stored: 0, owner: NOBODY, heads: 0, drafts: 0 };
+        let mut uses = vec![unused; self.leaves.capacity()];
         let leaf_slots = LEAF as u64 * u64::from(self.page_size());
         for (index, version) in self.versions.iter() {
             if !version.try_pin(version.generation()) {
@@ -210,10 +240,10 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
                 match version.role() {
                     Role::Head => {
                         let stored = computed.saturating_sub(k as u64 * leaf_slots).min(leaf_slots);
-                        usage.heads += 1;
+                        usage.heads = plus(usage.heads, 1);
                         usage.stored = usage.stored.max(stored as u32);
                     }
-                    Role::Draft => usage.drafts += 1,
+                    Role::Draft => usage.drafts = plus(usage.drafts, 1),
                     Role::Retired => {}
                 }
             }
@@ -222,24 +252,41 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         uses
     }
 
-    /// Uses of every page that a leaf lists.
-    fn page_uses(&self) -> impl Iterator<Item = (PageId, PageUse)> + use<LEAF, SHARDS> {
+    /// Notes in each leaf the lowest slot whose sequence lists it.
+    pub(super) fn find_owners(&self, uses: &mut [LeafUse]) {
+        self.map_heads(|id, _, version| {
+            for k in 0..(version.num_pages() as usize).div_ceil(LEAF) {
+                if let Some(usage) = uses.get_mut(version.leaf(k) as usize) {
+                    usage.owner = usage.owner.min(id as u32);
+                }
+            }
+        });
+    }
+
+    /// Every page that a leaf lists, with its uses.
+    fn listed_pages(&self) -> impl Iterator<Item = (PageId, PageUse)> + use<LEAF, SHARDS> {
+        let pages = (self.pool.first_page()..).map(PageId);
+        pages.zip(self.page_uses(&self.leaf_uses())).filter(|(_, usage)| usage.leaves > 0)
+    }
+
+    /// Uses of every page of the pool, from the first on.
+    pub(super) fn page_uses(&self, leaves: &[LeafUse]) -> Vec<PageUse> {
         let first = self.pool.first_page();
-        let mut uses = vec![PageUse::default(); self.pool.num_pages() as usize];
-        let leaves = self.leaf_uses();
-        for ((_, leaf), from) in self.leaves.iter().zip(&leaves).filter(|(_, from)| from.versions > 0) {
+        let unused = PageUse { leaves: 0, stored: 0, owner: NOBODY, heads: 0, drafts: 0 };
+        let mut uses = vec![unused; self.pool.num_pages() as usize];
+        for ((_, leaf), from) in self.leaves.iter().zip(leaves).filter(|(_, from)| from.versions > 0) {
             for (i, page) in leaf.pages().enumerate() {
                 let before = i as u32 * self.page_size();
                 let stored = from.stored.saturating_sub(before).min(self.page_size());
                 let usage = &mut uses[(page.0 - first) as usize];
                 usage.leaves += 1;
-                usage.heads += from.heads;
-                usage.drafts += from.drafts;
                 usage.stored = usage.stored.max(stored);
+                usage.owner = usage.owner.min(from.owner);
+                usage.heads = plus(usage.heads, from.heads);
+                usage.drafts = plus(usage.drafts, from.drafts);
             }
         }
-        let listed = uses.into_iter().zip(first..).filter(|(usage, _)| usage.leaves > 0);
-        listed.map(|(usage, page)| (PageId(page), usage))
+        uses
     }
 
     /// Everything whose change `validate` must notice.
@@ -256,7 +303,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     }
 }
 
-/// Held by leases alone: by leaves, none of them in a head or a draft, and by no handle.
-fn is_deferred(usage: &PageUse, count: u32) -> bool {
-    usage.heads == 0 && usage.drafts == 0 && count == usage.leaves
+/// A sum of which nobody needs to know more than that it is 2 or more.
+fn plus(a: u8, b: u8) -> u8 {
+    (a + b).min(2)
 }

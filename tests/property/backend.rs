@@ -99,6 +99,10 @@ impl<const LEAF: usize, const SHARDS: usize> Backend<LEAF, SHARDS> for StampMemo
         let (free, total) = (self.0.free(), u64::from(self.0.tables.pool().num_pages()));
         assert!(free <= total);
         self.0.tables.stats();
+        let mut seen = 0;
+        let survey = self.0.tables.survey(|_| seen += 1);
+        let held = survey.by_sequences + survey.by_batches + survey.by_handles + survey.by_leases;
+        assert_eq!((survey.free + held, seen), (total, total), "each page under one holder");
     }
 }
 
@@ -221,5 +225,10 @@ impl Backend<64, 16> for KvMemory {
         let sum = stats.free_pages + stats.live_pages + stats.cached_pages + stats.deferred_pages;
         assert_eq!(sum, stats.total_pages);
         assert!((0.0..=1.0).contains(&stats.waste), "waste {}", stats.waste);
+        let why = self.0.explain(&[], 3).expect("small numbers");
+        let live = why.sequence_pages + why.batch_pages + why.handle_pages;
+        assert_eq!(live, why.stats.live_pages);
+        let cells = why.cells.expect("asked for").counts;
+        assert_eq!(cells.iter().flatten().map(|&n| u64::from(n)).sum::<u64>(), stats.total_pages);
     }
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use paged_kv::error::{Error, Result};
 use paged_kv::ids::{PageHandle, PageId};
 use paged_kv::pool::PagePool;
-use paged_kv::table::{CopyPages, NewTokens, Outcome, Pick, Sequence, TableBatch, Tables};
+use paged_kv::table::{CopyPages, NewTokens, Outcome, PageState, Pick, Sequence, TableBatch, Tables};
 use proptest::prelude::*;
 use proptest::sample::Index;
 
@@ -384,12 +384,41 @@ impl<const LEAF: usize, const SHARDS: usize> Machine<LEAF, SHARDS> {
         self.model.stats(&seqs, &batches, &handles)
     }
 
+    /// A walk over all pages says the same as the statistics, and of each page what it is.
+    fn check_survey(&self) {
+        let mut states = [0_u64; 6];
+        let survey = self.tables.survey(|view| {
+            states[view.state as usize] += 1;
+            same("references", &view.ref_count, &self.tables.pool().ref_count(view.page));
+            let handle = self.tables.pool().handle(view.page);
+            match view.owner {
+                Some(owner) => assert!(self.tables.owners(handle).expect("held").contains(&owner)),
+                None => assert!(
+                    self.tables.owners(handle).is_ok_and(|owners| owners.is_empty())
+                        || view.state == PageState::Free
+                ),
+            }
+        });
+        let stats = self.stats();
+        same("statistics of the walk", &survey.stats, &stats);
+        let by = [survey.by_sequences, survey.by_batches, survey.by_handles];
+        let live = u64::from(self.model.total) - u64::from(self.model.free()) - stats.deferred;
+        same("pages by holder", &[by[0], by.iter().sum()], &[stats.held, live]);
+        let [free, _, shared, cached, deferred, null] = states;
+        let all = [u64::from(self.model.free()), stats.shared, 0, stats.deferred, 0];
+        same("pages by state", &[free, shared, cached, deferred, null], &all);
+        for holder in &survey.sequences {
+            assert!(holder.exclusive_pages <= holder.stats.num_pages);
+        }
+    }
+
     /// Everything that can be observed is what the model says.
     fn check(&self) {
         same("free pages", &self.tables.pool().num_free(), &u64::from(self.model.free()));
         same("statistics", &self.tables.stats(), &self.stats());
         same("deferred pages", &self.tables.deferred_pages(), &self.stats().deferred);
         same("copied pages", &self.tables.copied_pages(), &self.model.copied);
+        self.check_survey();
         self.tables.validate().expect("valid");
         // One physical page for each page of the model.
         let mut pages: BTreeMap<i32, *const model::Held> = BTreeMap::new();
