@@ -20,6 +20,7 @@ ALLOWED = {
         "paged_kv.llm",
         "paged_kv.plan",
         "paged_kv.cli",
+        "PIL",
         "rich",
         "threadpoolctl",
         "typer",

@@ -10,7 +10,7 @@ import typer
 import paged_kv
 
 app = typer.Typer(
-    help="A paged KV cache for LLM serving: try it on a real model, plan for one, or measure it.",
+    help="A paged KV cache for LLM serving: try it on a real model, watch it, plan for one, or measure it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -19,7 +19,7 @@ bench_app = typer.Typer(help="Measure the cache against other ways to do the sam
 app.add_typer(bench_app, name="bench")
 
 _EXTRA_OF = dict.fromkeys(("gguf", "jinja2", "platformdirs", "tokenizers"), "llm")
-_EXTRA_OF |= dict.fromkeys(("rich", "threadpoolctl"), "cli")
+_EXTRA_OF |= dict.fromkeys(("PIL", "rich", "threadpoolctl"), "cli")
 
 Model = Annotated[
     Path | None,
@@ -32,6 +32,10 @@ Dtype = Annotated[
     str, typer.Option("--dtype", help="Element type of keys and values: float32, float16 or bfloat16.")
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most.")]
+Telemetry = Annotated[
+    Path | None,
+    typer.Option("--telemetry", metavar="FILE", help="Publish the cache's state there, for `paged-kv map`."),
+]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures as JSON.")
 ]
@@ -49,7 +53,7 @@ def _friendly_errors() -> Iterator[None]:
         typer.echo(f"paged-kv: this command needs {module}, which is not installed.", err=True)
         typer.echo(f"Install it with: pip install 'paged-kv[{_EXTRA_OF[module]}]'", err=True)
         raise typer.Exit(2) from None
-    except (paged_kv.PagedKvError, ValueError, RuntimeError, MemoryError) as error:
+    except (paged_kv.PagedKvError, ValueError, RuntimeError, MemoryError, OSError) as error:
         # RuntimeError: the llm package's ModelError, which can't be named before that is known to be there.
         typer.echo(f"paged-kv: {error}", err=True)
         raise typer.Exit(1) from None
@@ -79,6 +83,7 @@ def generate(
     json_lines: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per prompt, with token ids.")
     ] = False,
+    telemetry: Telemetry = None,
 ) -> None:
     """Answer prompts, streaming the text."""
     with _friendly_errors():
@@ -95,6 +100,7 @@ def generate(
             page_size=page_size,
             dtype=dtype,
             json_lines=json_lines,
+            telemetry=telemetry,
         )
 
 
@@ -108,6 +114,7 @@ def demo(
     check: Annotated[
         bool, typer.Option("--check", help="Also compute every answer without paging, and compare.")
     ] = False,
+    telemetry: Telemetry = None,
 ) -> None:
     """Serve many requests at once from one cache, and show what paging saved."""
     with _friendly_errors():
@@ -120,6 +127,7 @@ def demo(
             page_size=page_size,
             dtype=dtype,
             check=check,
+            telemetry=telemetry,
         )
 
 
@@ -189,6 +197,28 @@ def plan(
             ),
             as_json=as_json,
         )
+
+
+@app.command("map")
+def map_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where a program publishes its cache.")],
+    refresh: Annotated[
+        float, typer.Option(min=0.05, max=3600.0, help="Seconds between looks at the file.")
+    ] = 0.5,
+    snapshot: Annotated[
+        Path | None,
+        typer.Option("--snapshot", metavar="FILE", help="Draw it once, into a .svg or .png file."),
+    ] = None,
+) -> None:
+    """Watch the pages of a running program: who holds them, what is shared, how fast they change.
+
+    The program is `paged-kv demo` or `generate` with --telemetry, or any that runs a
+    paged_kv.telemetry.Publisher.
+    """
+    with _friendly_errors():
+        from paged_kv.cli.map import run_map
+
+        run_map(file, refresh=refresh, snapshot=snapshot)
 
 
 @bench_app.command("pool")

@@ -13,6 +13,7 @@ from rich.console import Console
 from paged_kv.cli.blas import few_blas_threads
 from paged_kv.cli.demo_report import DemoResult, Meter, print_report
 from paged_kv.cli.demo_view import View, open_view
+from paged_kv.cli.publish import publishing
 from paged_kv.llm import DenseCache, Engine, LanguageModel, SamplingParams, load, new_cache
 
 if TYPE_CHECKING:
@@ -62,7 +63,14 @@ class Work:
 
 
 def run_demo(
-    *, threads: int, max_tokens: int, model: Path | None, page_size: int, dtype: str, check: bool
+    *,
+    threads: int,
+    max_tokens: int,
+    model: Path | None,
+    page_size: int,
+    dtype: str,
+    check: bool,
+    telemetry: Path | None,
 ) -> None:
     """Serve `threads` requests at once and print the answers and the accounts.
 
@@ -78,6 +86,8 @@ def run_demo(
         Of the cache.
     check : bool
         Compute all answers again without paging and compare the tokens.
+    telemetry : Path, optional
+        File to publish the cache's state in meanwhile.
 
     Raises
     ------
@@ -95,7 +105,11 @@ def run_demo(
         dtype=dtype,
     )
     meter = Meter(cache, page_size, len(work.shared_ids))
-    with few_blas_threads(), open_view(console, work.questions) as view:
+    with (
+        publishing(cache, telemetry, "paged-kv demo"),
+        few_blas_threads(),
+        open_view(console, work.questions) as view,
+    ):
         result = serve(language_model, cache, work, view, meter)
     print_report(console, language_model.config, result, meter, dtype)
     if check:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from paged_kv.cli.blas import few_blas_threads
+from paged_kv.cli.publish import publishing
 from paged_kv.cli.text import printable
 from paged_kv.llm import Engine, LanguageModel, Request, SamplingParams, load, new_cache
 
@@ -28,6 +29,7 @@ def run_generate(
     page_size: int,
     dtype: str,
     json_lines: bool,
+    telemetry: Path | None,
 ) -> None:
     """Answer all prompts and print the answers in order, the first one while it is generated.
 
@@ -47,6 +49,8 @@ def run_generate(
         Of the cache.
     json_lines : bool
         Print one JSON object per prompt instead of text.
+    telemetry : Path, optional
+        File to publish the cache's state in meanwhile.
     """
     if raw and system is not None:
         raise ValueError("--raw has no system prompt")
@@ -61,7 +65,11 @@ def run_generate(
     num_tokens = sum(len(ids) + params.max_tokens + page_size for ids in encoded)
     cache = new_cache(language_model.config, num_tokens=num_tokens, page_size=page_size, dtype=dtype)
     headings = Console(stderr=True, highlight=False)
-    with few_blas_threads(), Engine(language_model.model, cache) as engine:
+    with (
+        publishing(cache, telemetry, "paged-kv generate"),
+        few_blas_threads(),
+        Engine(language_model.model, cache) as engine,
+    ):
         requests = [engine.submit(ids, params) for ids in encoded]
         for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
             if json_lines:
