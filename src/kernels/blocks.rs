@@ -69,8 +69,9 @@ impl<S: Simd, T: Stored, const R: usize> Job<S> for Score<'_, T, R> {
                     next.prefetch(simd, token, 0, self.dim);
                 }
             }
-            // Blocks of at most `DOT_ROWS` rows, as equal as can be.
-            let rows = R.div_ceil(R.div_ceil(S::DOT_ROWS));
+            // As many rows as registers hold sums for beside four keys and a query, as equal as can be.
+            let most = if S::REGISTERS < 32 { 3 } else { 6 };
+            let rows = R.div_ceil(R.div_ceil(most));
             let mut row = 0;
             while row < R {
                 let count = rows.min(R - row);
@@ -81,7 +82,9 @@ impl<S: Simd, T: Stored, const R: usize> Job<S> for Score<'_, T, R> {
                         1 => self.dots::<S, 1>(simd, row, key),
                         2 => self.dots::<S, 2>(simd, row, key),
                         3 => self.dots::<S, 3>(simd, row, key),
-                        _ => self.dots::<S, 4>(simd, row, key),
+                        4 => self.dots::<S, 4>(simd, row, key),
+                        5 => self.dots::<S, 5>(simd, row, key),
+                        _ => self.dots::<S, 6>(simd, row, key),
                     }
                 }
                 row += count;
@@ -152,16 +155,20 @@ impl<S: Simd, T: Stored, const R: usize> Job<S> for Gather<'_, T, R> {
     unsafe fn run(self, simd: S) {
         let vectors = self.dim / S::LANES;
         // As many sums as registers hold beside weights and values.
-        let most = if R > 3 { 2 } else { 4 };
+        let most = if R > 3 { 2 } else { 4 } * S::REGISTERS / 16;
         let mut vector = 0;
         while vector < vectors {
-            let columns = if vectors - vector >= most { most } else { 1 };
+            let mut columns = most;
+            while columns > vectors - vector {
+                columns /= 2;
+            }
             // SAFETY: the caller's promise; columns stay below `dim`.
             unsafe {
                 match columns {
                     1 => self.columns::<S, 1>(simd, vector * S::LANES),
                     2 => self.columns::<S, 2>(simd, vector * S::LANES),
-                    _ => self.columns::<S, 4>(simd, vector * S::LANES),
+                    4 => self.columns::<S, 4>(simd, vector * S::LANES),
+                    _ => self.columns::<S, 8>(simd, vector * S::LANES),
                 }
             }
             vector += columns;

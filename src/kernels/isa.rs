@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use super::scalar::Scalar;
 #[cfg(target_arch = "x86_64")]
-use super::x86_64::Avx2;
+use super::x86_64::{Avx2, Avx512};
 use crate::error::{Error, Result};
 
 /// An instruction set that kernels are written for.
@@ -18,6 +18,8 @@ pub enum Isa {
     Scalar,
     /// AVX2 with FMA and F16C: x86-64 since Haswell (2013) and Zen (2017).
     Avx2,
+    /// AVX-512 F, BW, DQ and VL: x86-64 servers since Skylake (2017) and Zen 4 (2022).
+    Avx512,
 }
 
 /// An instruction set that this CPU is known to have: what dispatch goes by.
@@ -26,6 +28,8 @@ pub(crate) enum Level {
     Scalar(Scalar),
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512),
 }
 
 /// Overrides the choice of instruction set at start.
@@ -36,24 +40,32 @@ static CHOSEN: AtomicU8 = AtomicU8::new(0);
 
 impl Isa {
     /// Every instruction set, slowest first.
-    pub const ALL: [Self; 2] = [Self::Scalar, Self::Avx2];
+    pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
 
     /// The name that [`set_isa`] and `PAGED_KV_ISA` take.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Scalar => "scalar",
             Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
         }
     }
 
     /// Whether this CPU has it.
     pub fn is_available(self) -> bool {
+        self.proof().is_some()
+    }
+
+    /// Proof that this CPU has it, if it has.
+    fn proof(self) -> Option<Level> {
         match self {
-            Self::Scalar => true,
+            Self::Scalar => Some(Level::Scalar(Scalar)),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => Avx2::new().is_some(),
+            Self::Avx2 => Avx2::new().map(Level::Avx2),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => Avx512::new().map(Level::Avx512),
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2 => false,
+            Self::Avx2 | Self::Avx512 => None,
         }
     }
 
@@ -62,19 +74,11 @@ impl Isa {
     /// # Errors
     /// [`Error::Value`] where it doesn't.
     pub(crate) fn level(self) -> Result<Level> {
-        match self {
-            Self::Scalar => return Ok(Level::Scalar(Scalar)),
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => {
-                if let Some(avx2) = Avx2::new() {
-                    return Ok(Level::Avx2(avx2));
-                }
-            }
-            #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2 => {}
-        }
-        let here: Vec<_> = Self::ALL.into_iter().filter(|isa| isa.is_available()).map(Self::name).collect();
-        Err(Error::Value(format!("this CPU lacks {self}; it has {}", here.join(", "))))
+        self.proof().ok_or_else(|| {
+            let here = Self::ALL.into_iter().filter(|isa| isa.is_available()).map(Self::name);
+            let here: Vec<_> = here.collect();
+            Error::Value(format!("this CPU lacks {self}; it has {}", here.join(", ")))
+        })
     }
 
     /// The fastest that this CPU has.

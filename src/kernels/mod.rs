@@ -33,5 +33,7 @@ pub(crate) fn attend(level: Level, call: &Call, block: &Block, split: usize) -> 
         Level::Scalar(scalar) => flash::attend(scalar, call, block, split),
         #[cfg(target_arch = "x86_64")]
         Level::Avx2(avx2) => flash::attend(avx2, call, block, split),
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512(avx512) => flash::attend(avx512, call, block, split),
     }
 }

@@ -11,7 +11,7 @@ pub(crate) struct Scalar;
 impl Simd for Scalar {
     type F32 = f32;
     const LANES: usize = 1;
-    const DOT_ROWS: usize = 2;
+    const REGISTERS: usize = 16;
 
     #[inline(never)]
     unsafe fn call<J: Job<Self>>(self, job: J) -> J::Output {

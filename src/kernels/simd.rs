@@ -15,8 +15,8 @@ pub(super) trait Simd: Copy + Send + Sync {
     type F32: Copy;
     /// Floats in a vector; a power of two, at most [`TILE`](super::tile::TILE).
     const LANES: usize;
-    /// Rows of queries that [`dots`](super::blocks::dots) keeps in registers against four keys.
-    const DOT_ROWS: usize;
+    /// Vectors that the CPU holds in registers: 16 or 32, what inner loops are blocked for.
+    const REGISTERS: usize;
 
     /// Runs a job in a function of its own, compiled for this instruction set.
     ///

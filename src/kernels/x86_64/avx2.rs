@@ -43,7 +43,7 @@ macro_rules! values {
 impl Simd for Avx2 {
     type F32 = __m256;
     const LANES: usize = 8;
-    const DOT_ROWS: usize = 3;
+    const REGISTERS: usize = 16;
 
     unsafe fn call<J: Job<Self>>(self, job: J) -> J::Output {
         #[inline(never)]

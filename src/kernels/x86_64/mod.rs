@@ -1,5 +1,7 @@
 //! Instruction sets of x86-64.
 
 mod avx2;
+mod avx512;
 
 pub(super) use avx2::Avx2;
+pub(super) use avx512::Avx512;

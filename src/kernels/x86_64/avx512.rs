@@ -1,0 +1,159 @@
+//! AVX-512 (F, BW, DQ, VL): sixteen lanes, thirty-two registers.
+
+use std::arch::x86_64::{
+    __m512, _CMP_LT_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1, _mm_add_ps, _mm_prefetch,
+    _mm_storeu_ps, _mm256_add_ps, _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_loadu_si256,
+    _mm512_abs_ps, _mm512_add_epi32, _mm512_add_ps, _mm512_and_ps, _mm512_castpd_ps, _mm512_castps_pd,
+    _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepu16_epi32, _mm512_cvtph_ps,
+    _mm512_cvtps_epi32, _mm512_div_ps, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
+    _mm512_mask_blend_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_or_ps, _mm512_reduce_max_ps,
+    _mm512_roundscale_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_ps, _mm512_slli_epi32,
+    _mm512_storeu_ps, _mm512_sub_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
+    _mm512_unpacklo_ps,
+};
+
+use half::{bf16, f16};
+
+use super::super::simd::{Job, Simd};
+
+/// Proof that the CPU has AVX-512 F, BW, DQ and VL, besides what AVX2 stands for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx512(());
+
+impl Avx512 {
+    /// Asks the CPU, and the system, which must save the registers.
+    pub(crate) fn new() -> Option<Self> {
+        (super::Avx2::new().is_some()
+            && is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl"))
+        .then_some(Self(()))
+    }
+}
+
+/// Writes a method's body once: value intrinsics need only the CPU feature.
+macro_rules! values {
+    ($($(#[$doc:meta])* fn $name:ident($($arg:ident),*) = $body:expr;)*) => {$(
+        $(#[$doc])*
+        #[inline(always)]
+        fn $name(self, $($arg: __m512),*) -> __m512 {
+            // SAFETY: `self` proves that the CPU has the features.
+            unsafe { $body }
+        }
+    )*};
+}
+
+impl Simd for Avx512 {
+    type F32 = __m512;
+    const LANES: usize = 16;
+    const REGISTERS: usize = 32;
+
+    unsafe fn call<J: Job<Self>>(self, job: J) -> J::Output {
+        #[inline(never)]
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+        unsafe fn compiled<J: Job<Avx512>>(simd: Avx512, job: J) -> J::Output {
+            // SAFETY: the caller's promise.
+            unsafe { job.run(simd) }
+        }
+        // SAFETY: `self` proves that the CPU has these features; the caller's promise for the job.
+        unsafe { compiled(self, job) }
+    }
+
+    values! {
+        fn add(a, b) = _mm512_add_ps(a, b);
+        fn sub(a, b) = _mm512_sub_ps(a, b);
+        fn mul(a, b) = _mm512_mul_ps(a, b);
+        fn div(a, b) = _mm512_div_ps(a, b);
+        fn mul_add(a, b, c) = _mm512_fmadd_ps(a, b, c);
+        fn max(a, b) = _mm512_max_ps(a, b);
+        fn abs(a) = _mm512_abs_ps(a);
+        fn with_sign(magnitude, sign) = _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0), sign));
+        fn round(a) = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a);
+        fn scale_by_power(a, n) = {
+            let biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+            _mm512_mul_ps(a, _mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased)))
+        };
+        fn select_less(a, b, yes, no) = _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), no, yes);
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe { _mm512_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    fn lane_numbers(self) -> __m512 {
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe {
+            _mm512_setr_ps(
+                0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0,
+            )
+        }
+    }
+
+    #[inline(always)]
+    fn sum(self, a: __m512) -> f32 {
+        let mut sums = [0.0; 4];
+        // SAFETY: four elements.
+        unsafe { self.sum_four(sums.as_mut_ptr(), [a; 4]) }
+        sums[0]
+    }
+
+    #[inline(always)]
+    fn max_lane(self, a: __m512) -> f32 {
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe { _mm512_reduce_max_ps(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn load(self, from: *const f32) -> __m512 {
+        // SAFETY: the caller's promise; `self` proves the CPU features.
+        unsafe { _mm512_loadu_ps(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const f16) -> __m512 {
+        // SAFETY: the caller's promise; `self` proves the CPU features.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const bf16) -> __m512 {
+        // SAFETY: the caller's promise; `self` proves the CPU features.
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32, a: __m512) {
+        // SAFETY: the caller's promise; `self` proves the CPU features.
+        unsafe { _mm512_storeu_ps(to, a) }
+    }
+
+    #[inline(always)]
+    unsafe fn sum_four(self, to: *mut f32, [a, b, c, d]: [__m512; 4]) {
+        // SAFETY: the caller's promise; `self` proves the CPU features.
+        unsafe {
+            // In each quarter of a vector: a0+a2 b0+b2 a1+a3 b1+b3, then a b c d.
+            let ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+            let cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+            let low = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+            let quarters = _mm512_add_ps(low, _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+            let halves =
+                _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps::<1>(quarters));
+            let sums = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves));
+            _mm_storeu_ps(to, sums);
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, address: *const u8) {
+        // Into the second level: the first holds the tile at work.
+        // SAFETY: a prefetch of any address is allowed.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+    }
+}
