@@ -13,7 +13,7 @@ const TOLERATED_WAIT: f64 = 0.002;
 pub struct Lap {
     /// From the start to the end of the slowest thread.
     pub elapsed: Duration,
-    /// Whether every thread had a core all the time. Always true where the system doesn't tell.
+    /// Whether every thread of the process had a core all the time it wanted one. Always true where the system doesn't tell.
     pub undisturbed: bool,
 }
 
@@ -118,10 +118,13 @@ fn summary(case: &Case, laps: &[Lap]) -> Summary {
     Summary { nanos: quartile(2), quartiles: [quartile(1), quartile(3)], kept: kept.len(), discarded }
 }
 
-/// How long the calling thread has waited for a core so far.
+/// How long this process's threads have waited for a core so far.
 fn run_queue_wait() -> Duration {
     // Linux: "time on the core, time waiting for it, time slices", in nanoseconds.
-    let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
-    let nanos = text.split_whitespace().nth(1).and_then(|field| field.parse().ok());
-    Duration::from_nanos(nanos.unwrap_or(0))
+    let nanos = |task: std::fs::DirEntry| -> Option<u64> {
+        let text = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
+        text.split_whitespace().nth(1)?.parse().ok()
+    };
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    Duration::from_nanos(tasks.filter_map(nanos).sum())
 }

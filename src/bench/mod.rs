@@ -4,6 +4,7 @@
 //! in the same minute does not. So every [`Record`] carries both. Criterion (`benches/`) and the
 //! command line (`paged-kv bench`) print the same records.
 
+pub mod attention;
 pub mod measure;
 pub mod peers;
 pub mod pool;
@@ -25,9 +26,9 @@ pub struct Record {
     pub quartiles: [f64; 2],
     /// Unit of `value`, `quartiles` and `limit`.
     pub unit: &'static str,
-    /// What `limit` is the time of.
+    /// What `limit` is the figure of.
     pub yardstick: &'static str,
-    /// What the same machine took for the yardstick, in the same run.
+    /// What the same machine reached at the yardstick, in the same run.
     pub limit: f64,
     /// `value / limit`.
     pub ratio: f64,

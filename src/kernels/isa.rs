@@ -32,6 +32,21 @@ pub(crate) enum Level {
     Avx512(Avx512),
 }
 
+/// Evaluates an expression with a level's proof: the one point where code becomes that of an
+/// instruction set.
+macro_rules! dispatch {
+    ($level:expr, $simd:ident => $run:expr) => {
+        match $level {
+            $crate::kernels::isa::Level::Scalar($simd) => $run,
+            #[cfg(target_arch = "x86_64")]
+            $crate::kernels::isa::Level::Avx2($simd) => $run,
+            #[cfg(target_arch = "x86_64")]
+            $crate::kernels::isa::Level::Avx512($simd) => $run,
+        }
+    };
+}
+pub(super) use dispatch;
+
 /// Overrides the choice of instruction set at start.
 const VARIABLE: &str = "PAGED_KV_ISA";
 

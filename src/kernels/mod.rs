@@ -9,6 +9,8 @@
 mod blocks;
 mod flash;
 mod isa;
+#[cfg(feature = "bench")]
+mod limits;
 mod mask;
 mod math;
 mod rows;
@@ -23,17 +25,13 @@ mod x86_64;
 pub(crate) use flash::{Block, Call};
 pub(crate) use isa::Level;
 pub use isa::{Isa, set_isa};
+#[cfg(feature = "bench")]
+pub use limits::{multiply_add, read_pages};
 pub(crate) use mask::Mask;
 pub(crate) use rows::{copy_slots, load_row, store_row, write_slot};
 pub(crate) use state::State;
 
-/// Attention of a block over the keys of one split, the one point of dispatch.
+/// Attention of a block over the keys of one split.
 pub(crate) fn attend(level: Level, call: &Call, block: &Block, split: usize) -> State {
-    match level {
-        Level::Scalar(scalar) => flash::attend(scalar, call, block, split),
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx2(avx2) => flash::attend(avx2, call, block, split),
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx512(avx512) => flash::attend(avx512, call, block, split),
-    }
+    isa::dispatch!(level, simd => flash::attend(simd, call, block, split))
 }
