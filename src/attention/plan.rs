@@ -6,19 +6,19 @@
 use super::ThreadPool;
 use super::check::Sequence;
 use crate::error::Result;
-use crate::kernels::{self, Block, Call, Level, State};
+use crate::kernels::{self, Block, Call, Level, PREFILL, State};
 use crate::storage::RowsViewMut;
 
-/// Rows per KV head that one block aims at: enough to use a tile of keys often, few enough for
-/// their sums to stay in a near cache.
-const ROWS_PER_KV_HEAD: usize = 64;
+/// Rows per KV head that a block of many queries aims at: enough to make a tile of keys ready for,
+/// few enough for their sums to stay in a near cache.
+const ROWS_PER_KV_HEAD: usize = 256;
 
 /// A block, and where its results go.
 struct Task<'a> {
     block: Block<'a>,
     out: RowsViewMut<'a>,
-    lse: Option<&'a mut [f32]>,
-    /// Multiply-adds per row, roughly.
+    lse: Option<RowsViewMut<'a>>,
+    /// Multiply-adds, roughly.
     work: u64,
 }
 
@@ -34,7 +34,7 @@ pub(super) fn run(
     lse: Option<&mut [f32]>,
     threads: &ThreadPool,
 ) -> Result<()> {
-    let tasks = cut(call, sequences, out, lse);
+    let tasks = cut(call, sequences, out, lse)?;
     let work = tasks.iter().map(|task| task.work).sum();
     let workers = threads.workers(work)?;
     let (mut whole, mut split) = (Vec::new(), Vec::new());
@@ -54,15 +54,23 @@ pub(super) fn run(
     });
     let jobs = part_jobs.chain(whole.into_iter().map(Job::Whole)).collect();
     workers.for_each(jobs, |job| match job {
-        Job::Part { block, number, part } => *part = Some(kernels::attend(level, call, &block, number)),
+        Job::Part { block, number, part } => {
+            *part = Some(kernels::attend(level, call, &block, number..number + 1));
+        }
         Job::Whole(task) => {
-            let parts = task.block.splits(call.mask).map(|n| kernels::attend(level, call, &task.block, n));
-            join(call, &task.block, parts).finish(call, &task.block, task.out, task.lse);
+            let splits = task.block.splits(call.mask);
+            kernels::attend(level, call, &task.block, splits).finish(call, &task.block, task.out, task.lse);
         }
     });
     workers.for_each(split, |(task, parts)| {
-        let parts = parts.into_iter().flatten();
-        join(call, &task.block, parts).finish(call, &task.block, task.out, task.lse);
+        let whole = parts.into_iter().flatten().reduce(|mut whole, part| {
+            whole.merge(&part);
+            whole
+        });
+        // One at least, of more splits than one.
+        if let Some(whole) = whole {
+            whole.finish(call, &task.block, task.out, task.lse);
+        }
     });
     Ok(())
 }
@@ -74,50 +82,60 @@ enum Job<'a, 'b> {
     Whole(Task<'a>),
 }
 
-/// Joins parts, first to last.
-fn join(call: &Call, block: &Block, mut parts: impl Iterator<Item = State>) -> State {
-    let mut sum = parts.next().unwrap_or_else(|| State::unseen(call, block));
-    for part in parts {
-        sum.merge(&part);
-    }
-    sum
-}
-
 /// Blocks in the order of their rows; rows of no sequence become blocks without keys.
+///
+/// A few queries keep all heads together, since memory holds a page's heads together; of many, each
+/// KV head is a block of its own.
 fn cut<'a>(
     call: &Call,
     sequences: &[Sequence<'a>],
     out: &'a mut RowsViewMut,
-    mut lse: Option<&'a mut [f32]>,
-) -> Vec<Task<'a>> {
+    lse: Option<&'a mut [f32]>,
+) -> Result<Vec<Task<'a>>> {
     let (k, v) = (call.key_pages.layout(), call.value_pages.layout());
     let [tokens, num_heads, head_dim] = call.query.shape();
-    let most = (ROWS_PER_KV_HEAD * k.num_heads / num_heads).max(1);
+    let most = (ROWS_PER_KV_HEAD / call.group()).max(1);
     let covered = sequences.last().map_or(0, |s| s.first_row + s.num_queries);
     let nobody = Sequence { pages: &[], first_row: covered, num_queries: tokens - covered, len: 0 };
     let mut out = out.reborrow();
+    let mut lse = lse.map(|lse| RowsViewMut::from_slice(lse, [tokens, num_heads, 1])).transpose()?;
     let mut tasks = Vec::new();
     for s in sequences.iter().chain([&nobody]) {
+        let prefill = s.num_queries >= PREFILL;
+        let num_kv_heads = if prefill { 1 } else { k.num_heads };
         for first in (0..s.num_queries).step_by(most) {
             let num_queries = most.min(s.num_queries - first);
-            let (mine, rest) = out.split_at(num_queries);
+            let (mut here, rest) = out.split_at(num_queries);
             out = rest;
-            let lse = lse.take().map(|all| {
-                let (mine, rest) = all.split_at_mut(num_queries * num_heads);
+            let mut lse_here = lse.take().map(|all| {
+                let (here, rest) = all.split_at(num_queries);
                 lse = Some(rest);
-                mine
+                here
             });
-            let block = Block {
-                pages: s.pages,
-                len: s.len,
-                first_row: s.first_row + first,
-                num_queries,
-                position: s.len as i64 - s.num_queries as i64 + first as i64,
-            };
-            let keys = block.seen(call.mask).len();
-            let work = (num_queries * num_heads * (head_dim + v.head_dim)) as u64 * (keys as u64 + 1);
-            tasks.push(Task { block, out: mine, lse, work });
+            for first_kv_head in (0..k.num_heads).step_by(num_kv_heads) {
+                let heads = num_kv_heads * call.group();
+                let (mine, rest) = here.split_heads_at(heads);
+                here = rest;
+                let lse = lse_here.take().map(|all| {
+                    let (mine, rest) = all.split_heads_at(heads);
+                    lse_here = Some(rest);
+                    mine
+                });
+                let block = Block {
+                    pages: s.pages,
+                    len: s.len,
+                    first_row: s.first_row + first,
+                    num_queries,
+                    position: s.len as i64 - s.num_queries as i64 + first as i64,
+                    first_kv_head,
+                    num_kv_heads,
+                    prefill,
+                };
+                let keys = block.seen(call.mask).len();
+                let work = (block.rows(call) * (head_dim + v.head_dim)) as u64 * (keys as u64 + 1);
+                tasks.push(Task { block, out: mine, lse, work });
+            }
         }
     }
-    tasks
+    Ok(tasks)
 }

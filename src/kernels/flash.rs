@@ -4,29 +4,32 @@
 //!
 //! Tiles and splits lie at absolute positions of the sequence, and each row's sums run in an order
 //! of their own: so a row's bits depend neither on the page size nor on what it is computed with.
+//!
+//! There are two such orders. A few queries take keys as they lie: what counts then is reading
+//! memory. Many take tiles that were widened and transposed for all of them: what counts then is
+//! arithmetic. Which one it is goes by the number of a sequence's queries alone.
 
 use std::marker::PhantomData;
 use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::blocks::{Tokens, Widen};
 use super::mask::Mask;
+use super::pack::{Pack, Widen};
 use super::rows::load_row;
-use super::simd::{Simd, Stored};
+use super::scratch::Scratch;
+use super::simd::{Simd, Stored, part_neighbours};
 use super::state::State;
-use super::tile::{ROWS, TILE, Tile};
+use super::tile::{Keys, Tile, rows_of_group};
+use super::tokens::{TILE, Tokens};
 use crate::dtype::DType;
 use crate::storage::{PagesView, RowsView};
 
 /// Keys of one split: what one task reads at least, and what partial results are joined by.
 pub(super) const SPLIT: usize = 512;
-/// From this many rows per KV head on, a tile's 16-bit elements are widened once into a buffer
-/// instead of by every four rows.
-const WIDEN_ROWS: usize = 3 * ROWS;
-/// Up to this many bytes of running sums the heads of a page are walked together, so that memory is
-/// read in order; beyond, head by head, so that the sums stay in the nearest cache.
-const SUMS_NEAR: usize = 64 << 10;
+/// From so many queries of a sequence on, it pays to pack tiles. More than anyone drafts, so that
+/// verifying drafts gives the bits of decoding.
+pub(crate) const PREFILL: usize = 16;
 
 /// One call's arrays and options.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +52,15 @@ pub(crate) struct Call<'a> {
     pub(crate) sinks: Option<&'a [f32]>,
 }
 
-/// Neighbouring queries of one sequence.
+impl Call<'_> {
+    /// Query heads per KV head.
+    #[inline]
+    pub(crate) fn group(&self) -> usize {
+        self.query.shape()[1] / self.key_pages.layout().num_heads
+    }
+}
+
+/// Neighbouring queries of one sequence, in some of its heads.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Block<'a> {
     /// The sequence's pages.
@@ -62,9 +73,20 @@ pub(crate) struct Block<'a> {
     pub(crate) num_queries: usize,
     /// Position of its first query.
     pub(crate) position: i64,
+    /// Its first KV head.
+    pub(crate) first_kv_head: usize,
+    /// Its KV heads.
+    pub(crate) num_kv_heads: usize,
+    /// Whether the sequence has [`PREFILL`] queries.
+    pub(crate) prefill: bool,
 }
 
 impl Block<'_> {
+    /// Its rows: queries times query heads.
+    pub(crate) fn rows(&self, call: &Call) -> usize {
+        self.num_queries * self.num_kv_heads * call.group()
+    }
+
     /// The keys that any of its queries sees.
     pub(crate) fn seen(&self, mask: Mask) -> Range<usize> {
         let last = self.position + self.num_queries as i64 - 1;
@@ -78,34 +100,37 @@ impl Block<'_> {
     }
 }
 
-/// Attention of a block over the keys of one split.
+/// Attention of a block over the keys of some splits, first to last.
 ///
 /// # Panics
 /// If shapes don't fit, or a page number that is needed lies outside the pool.
-pub(super) fn attend<S: Simd>(simd: S, call: &Call, block: &Block, split: usize) -> State {
+pub(super) fn attend<S: Simd>(simd: S, call: &Call, block: &Block, splits: Range<usize>) -> State {
     match call.key_pages.layout().dtype {
-        DType::F32 => Pass::<S, f32>::new(simd, call, block, split).run(),
-        DType::F16 => Pass::<S, f16>::new(simd, call, block, split).run(),
-        DType::BF16 => Pass::<S, bf16>::new(simd, call, block, split).run(),
+        DType::F32 => Pass::<S, f32>::new(simd, call, block).run(splits),
+        DType::F16 => Pass::<S, f16>::new(simd, call, block).run(splits),
+        DType::BF16 => Pass::<S, bf16>::new(simd, call, block).run(splits),
     }
 }
 
-/// A block on its way through a split.
+/// A block on its way through splits.
 struct Pass<'a, S, T> {
     simd: S,
     call: &'a Call<'a>,
     block: &'a Block<'a>,
-    /// Keys of this split that some query sees.
+    /// Keys of the split at hand that some query sees.
     keys: Range<usize>,
-    /// Query heads per KV head.
-    group: usize,
-    /// `[rows, key_dim]` in the order of [`State`], widened, padded with zeros.
-    query: Vec<f32>,
+    /// Rows of each KV head.
+    rows: usize,
+    /// `[kv_heads, rows, key_dim]` in the order of [`State`], widened, padded with zeros, inside each
+    /// group of rows in the order in which its keys are taken.
+    query: Scratch,
+    /// `[rows, TILE]` of one KV head: dot products, then weights.
+    scores: Scratch,
     /// Elements of a key and a value, rounded up to whole vectors.
     key_dim: usize,
     value_dim: usize,
-    /// Where tiles are widened and padded first.
-    wide: Option<Wide>,
+    /// Where tiles are made ready first.
+    ready: Option<Ready>,
     /// Byte offsets of the split's tokens from the first page's.
     key_offsets: [usize; SPLIT],
     value_offsets: [usize; SPLIT],
@@ -114,66 +139,108 @@ struct Pass<'a, S, T> {
 }
 
 /// One tile in f32, padded with zeros to whole vectors.
-struct Wide {
-    keys: Vec<f32>,
-    values: Vec<f32>,
+struct Ready {
+    /// `[TILE, key_dim]`; not there if keys are packed straight from where they lie.
+    keys: Option<Scratch>,
+    /// `[key_dim, TILE]`; not there if few rows use the tile.
+    packed: Option<Scratch>,
+    /// `[TILE, value_dim]`: in one place also where nothing is widened, since rows that lie pages
+    /// apart cost more each time than the copy costs once.
+    values: Scratch,
     key_offsets: [usize; TILE],
     value_offsets: [usize; TILE],
 }
 
-impl Wide {
-    fn new(key_dim: usize, value_dim: usize) -> Self {
+impl Ready {
+    /// What the tiles of a pass need, if anything.
+    fn new(prefill: bool, padded: bool, key_dim: usize, value_dim: usize) -> Option<Self> {
         let offsets = |dim: usize| std::array::from_fn(|token| token * dim * size_of::<f32>());
-        Self {
-            keys: vec![0.0; TILE * key_dim],
-            values: vec![0.0; TILE * value_dim],
+        (prefill || padded).then(|| Self {
+            keys: padded.then(|| Scratch::zeros(TILE * key_dim)),
+            packed: prefill.then(|| Scratch::zeros(TILE * key_dim)),
+            values: Scratch::zeros(TILE * value_dim),
             key_offsets: offsets(key_dim),
             value_offsets: offsets(value_dim),
-        }
+        })
     }
 }
 
+/// The tokens of a buffer of f32.
+fn in_buffer<'a>(buffer: &Scratch, offsets: &'a [usize; TILE]) -> Tokens<'a, f32> {
+    Tokens { base: buffer.as_ptr().cast(), offsets, stored: PhantomData }
+}
+
 impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
-    fn new(simd: S, call: &'a Call<'a>, block: &'a Block<'a>, split: usize) -> Self {
+    fn new(simd: S, call: &'a Call<'a>, block: &'a Block<'a>) -> Self {
         let (k, v) = (call.key_pages.layout(), call.value_pages.layout());
         let [_, num_heads, head_dim] = call.query.shape();
         assert!((k.dtype, v.dtype) == (T::DTYPE, T::DTYPE), "dtype");
         assert!((k.num_heads, k.page_size) == (v.num_heads, v.page_size), "pages");
         assert!(head_dim == k.head_dim && num_heads % k.num_heads == 0, "query");
-        let group = num_heads / k.num_heads;
-        let rows = num_heads * block.num_queries;
-        let rows_per_kv_head = group * block.num_queries;
+        let group = call.group();
+        let rows = group * block.num_queries;
         let (key_dim, value_dim) =
             (k.head_dim.next_multiple_of(S::LANES), v.head_dim.next_multiple_of(S::LANES));
         let padded = key_dim != k.head_dim || value_dim != v.head_dim;
-        let widen = padded || (T::DTYPE != DType::F32 && rows_per_kv_head >= WIDEN_ROWS);
+        let parted = (T::PARTED && !padded && !block.prefill).then_some(S::LANES);
 
-        let mut query = vec![0.0; rows * key_dim];
-        for (row, into) in query.chunks_exact_mut(key_dim).enumerate() {
-            let (kv_head, rest) = (row / rows_per_kv_head, row % rows_per_kv_head);
+        let mut query = Scratch::zeros(rows * block.num_kv_heads * key_dim);
+        let mut row_of_query = Scratch::zeros(key_dim);
+        let (at_once, lanes) = (rows_of_group(rows), if block.prefill { 1 } else { S::LANES });
+        for row in 0..rows * block.num_kv_heads {
+            let (kv_head, rest) = (block.first_kv_head + row / rows, row % rows);
             let (token, head) = (block.first_row + rest / group, kv_head * group + rest % group);
-            load_row(&call.query, token, head, &mut into[..head_dim]);
+            load_row(&call.query, token, head, &mut row_of_query[..head_dim]);
+            if let Some(lanes) = parted {
+                part_neighbours(&mut row_of_query, lanes);
+            }
+            // Of the rows that go through a tile together, vectors (or elements) of each take turns.
+            let (first, in_group) = (row - rest % at_once, rest % at_once);
+            let count = at_once.min(rows - (rest - in_group));
+            let into = query[first * key_dim..][..count * key_dim].chunks_exact_mut(lanes);
+            for (into, from) in into.skip(in_group).step_by(count).zip(row_of_query.chunks_exact(lanes)) {
+                into.copy_from_slice(from);
+            }
         }
 
-        let seen = block.seen(call.mask);
-        let keys = seen.start.max(split * SPLIT)..seen.end.min((split + 1) * SPLIT);
-        let mut pass = Self {
+        Self {
             simd,
             call,
             block,
-            keys,
-            group,
+            keys: 0..0,
+            rows,
             query,
+            scores: Scratch::zeros(rows * TILE),
             key_dim,
             value_dim,
-            wide: widen.then(|| Wide::new(key_dim, value_dim)),
+            ready: Ready::new(block.prefill, padded, key_dim, value_dim),
             key_offsets: [0; SPLIT],
             value_offsets: [0; SPLIT],
-            state: State::new(rows, value_dim),
+            state: State::new(block.rows(call), value_dim, parted),
             stored: PhantomData,
-        };
-        pass.locate();
-        pass
+        }
+    }
+
+    /// Split by split, each from nothing, joined in order: as if each had been another task's.
+    fn run(mut self, splits: Range<usize>) -> State {
+        let seen = self.block.seen(self.call.mask);
+        let mut whole: Option<State> = None;
+        for split in splits {
+            self.keys = seen.start.max(split * SPLIT)..seen.end.min((split + 1) * SPLIT);
+            if self.keys.is_empty() {
+                continue;
+            }
+            self.locate();
+            self.split();
+            if let Some(whole) = &mut whole {
+                whole.merge(&self.state);
+                self.state.clear();
+            } else {
+                let fresh = self.state.like();
+                whole = Some(std::mem::replace(&mut self.state, fresh));
+            }
+        }
+        whole.unwrap_or(self.state)
     }
 
     /// Looks up where the tokens lie. Those that nobody needs get the address of one that somebody
@@ -194,79 +261,78 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
             }
             token += run;
         }
-        if !self.keys.is_empty() {
-            let (first, end) = (self.keys.start % SPLIT, (self.keys.end - 1) % SPLIT + 1);
-            for offsets in [&mut self.key_offsets, &mut self.value_offsets] {
-                let valid = offsets[first];
-                offsets[first / TILE * TILE..first].fill(valid);
-                offsets[end..end.next_multiple_of(TILE)].fill(valid);
-            }
+        let (first, end) = (self.keys.start % SPLIT, (self.keys.end - 1) % SPLIT + 1);
+        for offsets in [&mut self.key_offsets, &mut self.value_offsets] {
+            let valid = offsets[first];
+            offsets[first / TILE * TILE..first].fill(valid);
+            offsets[end..end.next_multiple_of(TILE)].fill(valid);
         }
     }
 
-    fn run(mut self) -> State {
-        if self.keys.is_empty() {
-            return self.state;
-        }
-        let kv_heads = self.call.key_pages.layout().num_heads;
+    /// Tile by tile, all heads of the block together, so that memory is read in order.
+    fn split(&mut self) {
+        let kv_heads = self.block.num_kv_heads;
         let tiles = self.keys.start / TILE..self.keys.end.div_ceil(TILE);
+        let step = |i: usize| (tiles.start + i / kv_heads, i % kv_heads);
         let steps = tiles.len() * kv_heads;
-        let by_page = size_of_val(&*self.state.acc) <= SUMS_NEAR;
-        let step = |i: usize| {
-            let (tile, kv_head) =
-                if by_page { (i / kv_heads, i % kv_heads) } else { (i % tiles.len(), i / tiles.len()) };
-            (tiles.start + tile, kv_head)
-        };
         for i in 0..steps {
             self.tile(step(i), (i + 1 < steps).then(|| step(i + 1)));
         }
-        self.state
     }
 
-    /// All rows of one KV head over one tile.
+    /// All rows of one KV head of the block over one tile.
     fn tile(&mut self, (tile, kv_head): (usize, usize), next: Option<(usize, usize)>) {
-        let call = self.call;
+        let (call, rows) = (self.call, self.rows);
         let place = |(tile, kv_head)| {
+            let kv_head = self.block.first_kv_head + kv_head;
             (
                 tokens::<T>(&call.key_pages, kv_head, &self.key_offsets, tile),
                 tokens::<T>(&call.value_pages, kv_head, &self.value_offsets, tile),
             )
         };
-        let (here, next) = (place((tile, kv_head)), next.map(place));
-        let rows = self.group * self.block.num_queries;
+        let ((keys, values), next) = (place((tile, kv_head)), next.map(place));
         let mut rows_of_head = Tile {
             simd: self.simd,
             call,
             block: self.block,
-            group: self.group,
-            kv_head,
+            first_head: (self.block.first_kv_head + kv_head) * call.group(),
             start: tile * TILE,
             query: &self.query[kv_head * rows * self.key_dim..][..rows * self.key_dim],
             key_dim: self.key_dim,
             value_dim: self.value_dim,
+            scores: &mut self.scores,
             acc: &mut self.state.acc[kv_head * rows * self.value_dim..][..rows * self.value_dim],
             max: &mut self.state.max[kv_head * rows..][..rows],
             sum: &mut self.state.sum[kv_head * rows..][..rows],
         };
-        if let Some(wide) = &mut self.wide {
-            let dims = (call.key_pages.layout().head_dim, call.value_pages.layout().head_dim);
-            // SAFETY: offsets name slots of the pools, checked in `locate`, of these dims.
-            unsafe {
-                self.simd.call(Widen { tokens: here.0, dim: dims.0, into: &mut wide.keys });
-                self.simd.call(Widen { tokens: here.1, dim: dims.1, into: &mut wide.values });
+        let Some(ready) = &mut self.ready else {
+            let (next_keys, next_values) = next.unzip();
+            // SAFETY: offsets name slots of the pools, checked in `locate`, of dims that are whole
+            // vectors here.
+            return unsafe { rows_of_head.attend(Keys::Stored(keys, next_keys), values, next_values) };
+        };
+        let (key_dim, value_dim) = (call.key_pages.layout().head_dim, call.value_pages.layout().head_dim);
+        // SAFETY: offsets name slots of the pools, checked in `locate`, of these dims; buffers hold a
+        // tile of whole vectors, and what is packed without one has whole vectors itself.
+        unsafe {
+            let wide_keys = ready.keys.as_mut().map(|into| {
+                self.simd.call(Widen { tokens: keys, dim: key_dim, into });
+                in_buffer(into, &ready.key_offsets)
+            });
+            if let Some(into) = &mut ready.packed {
+                match wide_keys {
+                    Some(tokens) => self.simd.call(Pack { tokens, dim: self.key_dim, into }),
+                    None => self.simd.call(Pack { tokens: keys, dim: key_dim, into }),
+                }
             }
-            let wide_tokens = |buffer: &Vec<f32>, offsets| Tokens::<f32> {
-                base: buffer.as_ptr().cast(),
-                offsets,
-                stored: PhantomData,
+            self.simd.call(Widen { tokens: values, dim: value_dim, into: &mut ready.values });
+            let values = in_buffer(&ready.values, &ready.value_offsets);
+            let keys = match (&ready.packed, wide_keys) {
+                (Some(packed), _) => Keys::Packed(packed, key_dim),
+                (None, Some(keys)) => Keys::Stored(keys, None),
+                (None, None) => unreachable!("tiles are packed, or padded"),
             };
-            let keys = wide_tokens(&wide.keys, &wide.key_offsets);
-            let values = wide_tokens(&wide.values, &wide.value_offsets);
-            // SAFETY: the buffers hold a tile of `key_dim` and `value_dim` each.
-            unsafe { rows_of_head.attend((keys, values), None) }
-        } else {
-            // SAFETY: as for `Widen`; the dims are whole vectors here.
-            unsafe { rows_of_head.attend(here, next) }
+            rows_of_head.attend(keys, values, None);
         }
     }
 }

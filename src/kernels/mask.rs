@@ -21,4 +21,11 @@ impl Mask {
         let start = self.window_left.map_or(0, |left| position.saturating_sub(left).max(0) as usize);
         start.min(end)..end
     }
+
+    /// Of `tokens` keys from `start` on, numbered from 0, those that a query sees.
+    #[inline]
+    pub(super) fn seen_in(self, position: i64, len: usize, start: usize, tokens: usize) -> Range<usize> {
+        let seen = self.seen(position, len);
+        seen.start.saturating_sub(start).min(tokens)..seen.end.saturating_sub(start).min(tokens)
+    }
 }

@@ -6,23 +6,30 @@
 #![expect(unsafe_code, reason = "views are raw memory; instructions are chosen at run time")]
 #![expect(clippy::inline_always, reason = "generic code becomes vector code only where it is inlined")]
 
-mod blocks;
 mod flash;
+mod gather;
 mod isa;
 #[cfg(feature = "bench")]
 mod limits;
 mod mask;
 mod math;
+mod pack;
+mod product;
 mod rows;
 mod scalar;
+mod score;
+mod scratch;
 mod simd;
 mod softmax;
 mod state;
 mod tile;
+mod tokens;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
 
-pub(crate) use flash::{Block, Call};
+use std::ops::Range;
+
+pub(crate) use flash::{Block, Call, PREFILL};
 pub(crate) use isa::Level;
 pub use isa::{Isa, set_isa};
 #[cfg(feature = "bench")]
@@ -31,7 +38,7 @@ pub(crate) use mask::Mask;
 pub(crate) use rows::{copy_slots, load_row, store_row, write_slot};
 pub(crate) use state::State;
 
-/// Attention of a block over the keys of one split.
-pub(crate) fn attend(level: Level, call: &Call, block: &Block, split: usize) -> State {
-    isa::dispatch!(level, simd => flash::attend(simd, call, block, split))
+/// Attention of a block over the keys of some splits, first to last.
+pub(crate) fn attend(level: Level, call: &Call, block: &Block, splits: Range<usize>) -> State {
+    isa::dispatch!(level, simd => flash::attend(simd, call, block, splits))
 }

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::simd::{Job, Simd};
+use super::simd::{Job, MOST_LANES, Simd};
 
 /// Plain Rust.
 #[derive(Clone, Copy, Debug)]
@@ -98,6 +98,16 @@ impl Simd for Scalar {
         unsafe { from.read_unaligned() }.to_f32()
     }
     #[inline(always)]
+    unsafe fn load_even_bf16(self, from: *const bf16) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { self.load_bf16(from) }
+    }
+    #[inline(always)]
+    unsafe fn load_odd_bf16(self, from: *const bf16) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { self.load_bf16(from.add(1)) }
+    }
+    #[inline(always)]
     unsafe fn store(self, to: *mut f32, a: f32) {
         // SAFETY: the caller's promise.
         unsafe { to.write_unaligned(a) }
@@ -107,6 +117,8 @@ impl Simd for Scalar {
         // SAFETY: the caller's promise.
         unsafe { to.cast::<[f32; 4]>().write_unaligned(a) }
     }
+    #[inline(always)]
+    fn transpose(self, _rows: &mut [f32; MOST_LANES]) {}
     #[inline(always)]
     fn prefetch(self, _address: *const u8) {}
 }

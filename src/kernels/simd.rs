@@ -4,6 +4,9 @@ use half::{bf16, f16};
 
 use crate::dtype::Element;
 
+/// Lanes of the widest instruction set.
+pub(super) const MOST_LANES: usize = 16;
+
 /// Arithmetic on [`LANES`](Self::LANES) floats at once.
 ///
 /// A value of an implementing type proves that the CPU has the instructions, so arithmetic is safe
@@ -13,7 +16,7 @@ use crate::dtype::Element;
 pub(super) trait Simd: Copy + Send + Sync {
     /// `LANES` floats.
     type F32: Copy;
-    /// Floats in a vector; a power of two, at most [`TILE`](super::tile::TILE).
+    /// Floats in a vector; a power of two, at most [`MOST_LANES`].
     const LANES: usize;
     /// Vectors that the CPU holds in registers: 16 or 32, what inner loops are blocked for.
     const REGISTERS: usize;
@@ -50,7 +53,7 @@ pub(super) trait Simd: Copy + Send + Sync {
     fn scale_by_power(self, a: Self::F32, n: Self::F32) -> Self::F32;
     /// `yes` where `a < b`, `no` elsewhere (NaN included).
     fn select_less(self, a: Self::F32, b: Self::F32, yes: Self::F32, no: Self::F32) -> Self::F32;
-    /// The sum of all lanes, in an order that is the same for [`sum_four`](Self::sum_four).
+    /// The sum of all lanes, always in the same order.
     fn sum(self, a: Self::F32) -> f32;
     /// The largest lane; NaN lanes may be passed over.
     fn max_lane(self, a: Self::F32) -> f32;
@@ -70,6 +73,16 @@ pub(super) trait Simd: Copy + Send + Sync {
     /// # Safety
     /// - `from` is valid for reads of `LANES` elements; any alignment.
     unsafe fn load_bf16(self, from: *const bf16) -> Self::F32;
+    /// Loads `2 * LANES` bfloat16 and widens those with even numbers.
+    ///
+    /// # Safety
+    /// - `from` is valid for reads of `2 * LANES` elements; any alignment.
+    unsafe fn load_even_bf16(self, from: *const bf16) -> Self::F32;
+    /// Loads `2 * LANES` bfloat16 and widens those with odd numbers.
+    ///
+    /// # Safety
+    /// - `from` is valid for reads of `2 * LANES` elements; any alignment.
+    unsafe fn load_odd_bf16(self, from: *const bf16) -> Self::F32;
     /// Stores `LANES` floats.
     ///
     /// # Safety
@@ -80,6 +93,8 @@ pub(super) trait Simd: Copy + Send + Sync {
     /// # Safety
     /// - `to` is valid for writes of 4 elements; any alignment.
     unsafe fn sum_four(self, to: *mut f32, a: [Self::F32; 4]);
+    /// Lane `j` of vector `i` becomes lane `i` of vector `j`, for the first `LANES` vectors.
+    fn transpose(self, rows: &mut [Self::F32; MOST_LANES]);
     /// Asks for the cache line at an address, which need not be valid.
     fn prefetch(self, address: *const u8);
 }
@@ -97,14 +112,64 @@ pub(super) trait Job<S> {
 
 /// An element type of pages, as vectors load it.
 pub(super) trait Stored: Element {
+    /// Whether [`load_even`](Self::load_even) and [`load_odd`](Self::load_odd) part neighbours.
+    ///
+    /// Two bfloat16 in a word are widened by a shift and a mask, once they may go to two vectors;
+    /// kept in order they would have to be spread first. Sums don't mind, as long as the other
+    /// factor is [parted](part_neighbours) likewise.
+    const PARTED: bool;
+
     /// Loads and widens `LANES` elements.
     ///
     /// # Safety
     /// - `from` is valid for reads of `LANES` elements; any alignment.
     unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F32;
+    /// Loads and widens the first `LANES` of `2 * LANES` elements, or those with even numbers.
+    ///
+    /// # Safety
+    /// - `from` is valid for reads of `2 * LANES` elements; any alignment.
+    #[inline(always)]
+    unsafe fn load_even<S: Simd>(simd: S, from: *const Self) -> S::F32 {
+        // SAFETY: the caller's promise.
+        unsafe { Self::load(simd, from) }
+    }
+    /// Loads and widens the last `LANES` of `2 * LANES` elements, or those with odd numbers.
+    ///
+    /// # Safety
+    /// - `from` is valid for reads of `2 * LANES` elements; any alignment.
+    #[inline(always)]
+    unsafe fn load_odd<S: Simd>(simd: S, from: *const Self) -> S::F32 {
+        // SAFETY: the caller's promise.
+        unsafe { Self::load(simd, from.add(S::LANES)) }
+    }
+}
+
+/// Brings a row into the order of vectors of a [parted](Stored::PARTED) type: in each `2 * lanes`,
+/// even numbers first. What is left over stays.
+pub(super) fn part_neighbours(row: &mut [f32], lanes: usize) {
+    let mut parted = [0.0; 2 * MOST_LANES];
+    for block in row.chunks_exact_mut(2 * lanes) {
+        for (i, &x) in block.iter().enumerate() {
+            parted[i % 2 * lanes + i / 2] = x;
+        }
+        block.copy_from_slice(&parted[..2 * lanes]);
+    }
+}
+
+/// The way back.
+pub(super) fn join_neighbours(row: &mut [f32], lanes: usize) {
+    let mut joined = [0.0; 2 * MOST_LANES];
+    for block in row.chunks_exact_mut(2 * lanes) {
+        for (i, x) in joined.iter_mut().take(2 * lanes).enumerate() {
+            *x = block[i % 2 * lanes + i / 2];
+        }
+        block.copy_from_slice(&joined[..2 * lanes]);
+    }
 }
 
 impl Stored for f32 {
+    const PARTED: bool = false;
+
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F32 {
         // SAFETY: the caller's promise.
@@ -113,6 +178,8 @@ impl Stored for f32 {
 }
 
 impl Stored for f16 {
+    const PARTED: bool = false;
+
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F32 {
         // SAFETY: the caller's promise.
@@ -121,9 +188,81 @@ impl Stored for f16 {
 }
 
 impl Stored for bf16 {
+    const PARTED: bool = true;
+
     #[inline(always)]
     unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F32 {
         // SAFETY: the caller's promise.
         unsafe { simd.load_bf16(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_even<S: Simd>(simd: S, from: *const Self) -> S::F32 {
+        // SAFETY: the caller's promise.
+        unsafe { simd.load_even_bf16(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_odd<S: Simd>(simd: S, from: *const Self) -> S::F32 {
+        // SAFETY: the caller's promise.
+        unsafe { simd.load_odd_bf16(from) }
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::float_cmp, reason = "small integers are exact")]
+mod tests {
+    use half::bf16;
+
+    use super::super::isa::{Isa, dispatch};
+    use super::{MOST_LANES, Simd, Stored, join_neighbours, part_neighbours};
+
+    fn lanes<S: Simd>(simd: S, a: S::F32) -> Vec<f32> {
+        let mut lanes = vec![0.0; S::LANES];
+        // SAFETY: so many lanes.
+        unsafe { simd.store(lanes.as_mut_ptr(), a) }
+        lanes
+    }
+
+    /// Each method against the plainest reading of its description; only what the CPU has.
+    fn check<S: Simd>(simd: S) {
+        let numbers: Vec<f32> = (0..2 * MOST_LANES as u16).map(f32::from).collect();
+        let halves: Vec<bf16> = numbers.iter().map(|&x| bf16::from_f32(x)).collect();
+        // SAFETY: both arrays hold twice the most lanes.
+        let [even, odd] =
+            unsafe { [bf16::load_even(simd, halves.as_ptr()), bf16::load_odd(simd, halves.as_ptr())] };
+        let mut row = numbers[..2 * S::LANES].to_vec();
+        part_neighbours(&mut row, S::LANES);
+        assert_eq!([lanes(simd, even), lanes(simd, odd)].concat(), row);
+        join_neighbours(&mut row, S::LANES);
+        assert_eq!(row, numbers[..2 * S::LANES]);
+
+        let mut rows = [simd.splat(-1.0); MOST_LANES];
+        for (i, row) in rows.iter_mut().enumerate().take(S::LANES) {
+            *row = simd.add(simd.lane_numbers(), simd.splat((100 * i) as f32));
+        }
+        simd.transpose(&mut rows);
+        for (j, &row) in rows.iter().enumerate().take(S::LANES) {
+            let want: Vec<f32> = (0..S::LANES).map(|i| (100 * i + j) as f32).collect();
+            assert_eq!(lanes(simd, row), want);
+        }
+
+        // SAFETY: so many numbers are there.
+        let vector = unsafe { simd.load(numbers.as_ptr()) };
+        let mut sums = [0.0; 4];
+        let four = [simd.splat(1.0), vector, simd.splat(2.0), vector];
+        // SAFETY: room for four.
+        unsafe { simd.sum_four(sums.as_mut_ptr(), four) };
+        let sum = (S::LANES * (S::LANES - 1) / 2) as f32;
+        assert_eq!(sums, [S::LANES as f32, sum, 2.0 * S::LANES as f32, sum]);
+        assert_eq!([simd.sum(vector), simd.max_lane(vector)], [sum, (S::LANES - 1) as f32]);
+        assert_eq!(lanes(simd, simd.scale_by_power(simd.splat(3.0), simd.splat(-2.0))), vec![0.75; S::LANES]);
+    }
+
+    #[test]
+    fn every_instruction_set_does_what_the_trait_says() {
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+            dispatch!(isa.level().unwrap(), simd => check(simd));
+        }
     }
 }

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::math::{exp, tanh};
-use super::simd::{Job, Simd};
-use super::tile::TILE;
+use super::simd::Simd;
+use super::tokens::TILE;
 
 /// How a dot product becomes a logit.
 #[derive(Clone, Copy, Debug)]
@@ -19,11 +19,10 @@ pub(super) struct Logit {
     pub(super) distance: f32,
 }
 
-/// Turns a row of dot products, of which `seen` count, into weights relative to the new maximum, and
-/// carries the row's running sums over to it.
-pub(super) struct Weigh<'a> {
-    pub(super) row: &'a mut [f32; TILE],
-    /// Not empty, inside the tile. Weights outside are 0 or untouched.
+/// One row's dot products with a tile, and what it has seen before.
+pub(super) struct Row<'a> {
+    pub(super) scores: &'a mut [f32; TILE],
+    /// The products that count: not empty, inside the tile. Weights outside become 0 or stay.
     pub(super) seen: Range<usize>,
     pub(super) logit: Logit,
     /// Largest logit, sum of weights and (in whole vectors) of weighted values so far.
@@ -32,35 +31,38 @@ pub(super) struct Weigh<'a> {
     pub(super) acc: &'a mut [f32],
 }
 
-impl<S: Simd> Job<S> for Weigh<'_> {
-    type Output = ();
-
+impl Row<'_> {
+    /// Turns dot products into weights relative to the new maximum, and carries the running sums
+    /// over to it.
     #[inline(always)]
-    unsafe fn run(self, simd: S) {
+    pub(super) fn weigh<S: Simd>(self, simd: S) {
         let Self { seen, logit, .. } = self;
-        let row = self.row.as_mut_ptr();
+        let scores = self.scores.as_mut_ptr();
         let vectors = (seen.start / S::LANES * S::LANES..seen.end.min(TILE)).step_by(S::LANES);
         let (start, end) = (simd.splat(seen.start as f32), simd.splat(seen.end as f32));
+        let whole = seen.start == 0 && seen.end == TILE;
         let masked = simd.splat(f32::NEG_INFINITY);
         let scale = simd.splat(logit.scale);
         let mut max = masked;
         for i in vectors.clone() {
-            let lanes = simd.add(simd.lane_numbers(), simd.splat(i as f32));
             // SAFETY: `i` is a multiple of LANES inside the tile, whose size is one too.
-            let mut x = simd.mul(unsafe { simd.load(row.add(i)) }, scale);
+            let mut x = simd.mul(unsafe { simd.load(scores.add(i)) }, scale);
             if logit.soft_cap > 0.0 {
                 let cap = simd.splat(logit.soft_cap);
                 x = simd.mul(cap, tanh(simd, simd.div(x, cap)));
             }
+            let lanes = simd.add(simd.lane_numbers(), simd.splat(i as f32));
             if logit.slope != 0.0 {
                 let distance = simd.add(lanes, simd.splat(logit.distance));
                 x = simd.mul_add(simd.splat(logit.slope), distance, x);
             }
-            // A select, not a sum: what lies outside may be NaN.
-            x = simd.select_less(lanes, start, masked, simd.select_less(lanes, end, x, masked));
+            if !whole {
+                // A select, not a sum: what lies outside may be NaN.
+                x = simd.select_less(lanes, start, masked, simd.select_less(lanes, end, x, masked));
+            }
             max = simd.max(x, max);
             // SAFETY: as above.
-            unsafe { simd.store(row.add(i), x) }
+            unsafe { simd.store(scores.add(i), x) }
         }
         let new_max = self.max.max(simd.max_lane(max));
         // Nothing but -inf so far: any finite reference leaves all weights 0 (and NaN, NaN).
@@ -69,9 +71,9 @@ impl<S: Simd> Job<S> for Weigh<'_> {
         for i in vectors {
             // SAFETY: as above.
             unsafe {
-                let weight = exp(simd, simd.sub(simd.load(row.add(i)), reference));
+                let weight = exp(simd, simd.sub(simd.load(scores.add(i)), reference));
                 sum = simd.add(sum, weight);
-                simd.store(row.add(i), weight);
+                simd.store(scores.add(i), weight);
             }
         }
         let kept = rescale(*self.max, new_max);

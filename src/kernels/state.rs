@@ -2,6 +2,8 @@
 
 use super::flash::{Block, Call};
 use super::rows::store_row;
+use super::scratch::Scratch;
+use super::simd::join_neighbours;
 use super::softmax::rescale;
 use crate::storage::RowsViewMut;
 
@@ -11,9 +13,11 @@ use crate::storage::RowsViewMut;
 #[derive(Debug)]
 pub(crate) struct State {
     /// `[rows, stride]`: sums of weight times value.
-    pub(super) acc: Vec<f32>,
+    pub(super) acc: Scratch,
     /// Elements from a row of `acc` to the next: `v_head_dim` rounded up to whole vectors.
     pub(super) stride: usize,
+    /// Lanes that neighbours of `acc` were parted for; `None` if they are in order.
+    pub(super) parted: Option<usize>,
     /// Largest logit of each row so far; -inf where it saw no key.
     pub(super) max: Vec<f32>,
     /// Sum of each row's weights, relative to `max`; 0 where it saw no key.
@@ -22,19 +26,26 @@ pub(crate) struct State {
 
 impl State {
     /// Rows that saw no key.
-    pub(super) fn new(rows: usize, stride: usize) -> Self {
+    pub(super) fn new(rows: usize, stride: usize, parted: Option<usize>) -> Self {
         Self {
-            acc: vec![0.0; rows * stride],
+            acc: Scratch::zeros(rows * stride),
             stride,
+            parted,
             max: vec![f32::NEG_INFINITY; rows],
             sum: vec![0.0; rows],
         }
     }
 
-    /// A block that has not seen any key.
-    pub(crate) fn unseen(call: &Call, block: &Block) -> Self {
-        let num_heads = call.query.shape()[1];
-        Self::new(block.num_queries * num_heads, call.value_pages.layout().head_dim)
+    /// Rows of the same shape that saw no key.
+    pub(super) fn like(&self) -> Self {
+        Self::new(self.max.len(), self.stride, self.parted)
+    }
+
+    /// Forgets what was seen.
+    pub(super) fn clear(&mut self) {
+        self.acc.fill(0.0);
+        self.max.fill(f32::NEG_INFINITY);
+        self.sum.fill(0.0);
     }
 
     /// Adds what the same rows saw in the next part of the keys.
@@ -52,20 +63,22 @@ impl State {
         }
     }
 
-    /// Normalises and rounds into `out` (and `lse`), whose first row is the block's first query.
+    /// Normalises and rounds into `out` (and `lse`, of width 1), whose rows are the block's queries
+    /// and heads.
     pub(crate) fn finish(
         mut self,
         call: &Call,
         block: &Block,
         mut out: RowsViewMut,
-        mut lse: Option<&mut [f32]>,
+        mut lse: Option<RowsViewMut>,
     ) {
-        let [_, num_heads, dim] = out.shape();
-        let group = num_heads / call.key_pages.layout().num_heads;
+        let [_, _, dim] = out.shape();
+        let group = call.group();
         for row in 0..self.max.len() {
             let (kv_head, rest) = (row / (block.num_queries * group), row % (block.num_queries * group));
             let (query, head) = (rest / group, kv_head * group + rest % group);
-            let sink = call.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[head]);
+            let first_head = block.first_kv_head * group;
+            let sink = call.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[first_head + head]);
             let max = self.max[row].max(sink);
             // Nothing seen at all: 0 and -inf, not 0/0.
             let mut sum = self.sum[row];
@@ -77,13 +90,16 @@ impl State {
             } else if sum.is_nan() {
                 factor = f32::NAN;
             }
-            let acc = &mut self.acc[row * self.stride..][..dim];
-            for x in &mut *acc {
+            let acc = &mut self.acc[row * self.stride..][..self.stride];
+            if let Some(lanes) = self.parted {
+                join_neighbours(acc, lanes);
+            }
+            for x in &mut acc[..dim] {
                 *x *= factor;
             }
-            store_row(&mut out, query, head, acc);
-            if let Some(lse) = lse.as_deref_mut() {
-                lse[query * num_heads + head] = max + sum.ln();
+            store_row(&mut out, query, head, &acc[..dim]);
+            if let Some(lse) = &mut lse {
+                store_row(lse, query, head, &[max + sum.ln()]);
             }
         }
     }

@@ -2,34 +2,48 @@
 
 use std::ops::Range;
 
-use super::blocks::{Gather, Score, Tokens};
 use super::flash::{Block, Call};
-use super::simd::{Simd, Stored};
-use super::softmax::{Logit, Weigh};
+use super::gather::Gather;
+use super::product::Product;
+use super::score::Score;
+use super::simd::{Job, Simd, Stored};
+use super::softmax::{Logit, Row};
+use super::tokens::{TILE, Tokens};
 
-/// Keys whose dot products are turned into weights together.
-pub(super) const TILE: usize = 64;
 /// Rows of queries that go through a tile together.
-pub(super) const ROWS: usize = 6;
+const ROWS: usize = 6;
 
-/// Keys and values of one tile.
-pub(super) type Pair<'a, T> = (Tokens<'a, T>, Tokens<'a, T>);
+/// Rows of each group that goes through a tile together: at most `ROWS`, as equally as can be. The
+/// last group may be smaller.
+pub(super) fn rows_of_group(rows: usize) -> usize {
+    rows.div_ceil(rows.div_ceil(ROWS))
+}
+
+/// Keys of a tile.
+#[derive(Clone, Copy)]
+pub(super) enum Keys<'a, T> {
+    /// Where they lie, and what is asked for meanwhile.
+    Stored(Tokens<'a, T>, Option<Tokens<'a, T>>),
+    /// Widened and transposed: `[dim, TILE]`.
+    Packed(&'a [f32], usize),
+}
 
 /// The rows of one KV head on their way through one tile.
 pub(super) struct Tile<'a, S> {
     pub(super) simd: S,
     pub(super) call: &'a Call<'a>,
     pub(super) block: &'a Block<'a>,
-    /// Query heads per KV head.
-    pub(super) group: usize,
-    pub(super) kv_head: usize,
+    /// The first of the query heads that share the KV head.
+    pub(super) first_head: usize,
     /// Position of the tile's first key.
     pub(super) start: usize,
-    /// `[rows, key_dim]`.
+    /// `[rows, key_dim]`, inside each group in the order in which its keys are taken.
     pub(super) query: &'a [f32],
     /// Elements of a key and a value, rounded up to whole vectors.
     pub(super) key_dim: usize,
     pub(super) value_dim: usize,
+    /// `[rows, TILE]`: dot products, then weights.
+    pub(super) scores: &'a mut [f32],
     /// The rows' part of [`State`](super::state::State).
     pub(super) acc: &'a mut [f32],
     pub(super) max: &'a mut [f32],
@@ -37,117 +51,116 @@ pub(super) struct Tile<'a, S> {
 }
 
 impl<S: Simd> Tile<'_, S> {
+    /// Each step for all rows before the next, so that keys, then values, stay in the nearest cache.
+    ///
     /// # Safety
-    /// - Every token of `tokens` is valid for reads of `key_dim` and `value_dim`.
-    pub(super) unsafe fn attend<T: Stored>(&mut self, tokens: Pair<T>, mut next: Option<Pair<T>>) {
+    /// - Every token of stored keys, and of `values`, is valid for reads of `key_dim` and
+    ///   `value_dim`; so is `next`, or it is not there.
+    pub(super) unsafe fn attend<K: Stored, V: Stored>(
+        &mut self,
+        keys: Keys<K>,
+        values: Tokens<V>,
+        mut next: Option<Tokens<V>>,
+    ) {
         let rows = self.max.len();
-        // At most ROWS at once, as equally as can be.
-        let count = rows.div_ceil(rows.div_ceil(ROWS));
+        let count = rows_of_group(rows);
+        let mut keys = keys;
         for row in (0..rows).step_by(count) {
-            // The first rows ask for what comes after this tile.
-            let next = next.take();
             // SAFETY: the caller's promise; so many rows are left.
             unsafe {
                 match count.min(rows - row) {
-                    1 => self.some_rows::<T, 1>(row, tokens, next),
-                    2 => self.some_rows::<T, 2>(row, tokens, next),
-                    3 => self.some_rows::<T, 3>(row, tokens, next),
-                    4 => self.some_rows::<T, 4>(row, tokens, next),
-                    5 => self.some_rows::<T, 5>(row, tokens, next),
-                    _ => self.some_rows::<T, ROWS>(row, tokens, next),
+                    1 => self.score::<K, 1>(row, keys),
+                    2 => self.score::<K, 2>(row, keys),
+                    3 => self.score::<K, 3>(row, keys),
+                    4 => self.score::<K, 4>(row, keys),
+                    5 => self.score::<K, 5>(row, keys),
+                    _ => self.score::<K, ROWS>(row, keys),
+                }
+            }
+            // The first rows ask for what comes after this tile.
+            if let Keys::Stored(_, next) = &mut keys {
+                *next = None;
+            }
+        }
+        // SAFETY: it asks for nothing.
+        unsafe { self.simd.call(Weigh(self)) };
+        for row in (0..rows).step_by(count) {
+            // SAFETY: the caller's promise; so many rows are left.
+            unsafe { self.weighted_sums(row..(row + count).min(rows), values, next.take()) };
+        }
+    }
+
+    /// Dot products of `R` rows from `row` on.
+    ///
+    /// # Safety
+    /// - As for `attend`.
+    unsafe fn score<T: Stored, const R: usize>(&mut self, row: usize, keys: Keys<T>) {
+        // Both ends grow with the row, so these are the first and last tokens that any row sees.
+        let seen = self.seen(row).start..self.seen(row + R - 1).end;
+        if seen.is_empty() {
+            return;
+        }
+        let query = self.query[row * self.key_dim..][..R * self.key_dim].as_ptr();
+        let scores = self.scores[row * TILE..][..R * TILE].as_mut_ptr();
+        // SAFETY: R rows of queries and scores; the caller's promise for stored keys. Packed ones
+        // are `dim` tiles.
+        unsafe {
+            match keys {
+                Keys::Stored(keys, next) => {
+                    self.simd.call(Score::<T, R> { query, keys, next, seen, dim: self.key_dim, scores });
+                }
+                Keys::Packed(keys, dim) => {
+                    let keys = keys[..dim * TILE].as_ptr();
+                    self.simd.call(Product::<R> { query, keys, seen, dim, scores });
                 }
             }
         }
     }
 
-    /// `R` rows from `row` on.
+    /// Tokens of the tile that a row sees.
+    fn seen(&self, row: usize) -> Range<usize> {
+        let position = self.block.position + (row / self.call.group()) as i64;
+        self.call.mask.seen_in(position, self.block.len, self.start, TILE)
+    }
+
+    /// Adds the weighted values to some rows: tokens that all of them see go through together, the
+    /// others row by row, in ascending order.
     ///
     /// # Safety
     /// - As for `attend`.
-    unsafe fn some_rows<T: Stored, const R: usize>(
+    unsafe fn weighted_sums<T: Stored>(
         &mut self,
-        row: usize,
-        (keys, values): Pair<T>,
-        next: Option<Pair<T>>,
+        rows: Range<usize>,
+        values: Tokens<T>,
+        next: Option<Tokens<T>>,
     ) {
-        let seen: [(usize, usize); R] = std::array::from_fn(|r| self.seen(row + r));
-        // Both ends grow with the row, so these are the first and last tokens that any row sees.
-        let (first, end) = (seen[0].0, seen[R - 1].1);
-        if first >= end {
-            return;
-        }
-        let mut scores = [[0.0; TILE]; R];
-        let query = &self.query[row * self.key_dim..][..R * self.key_dim];
-        let score = Score::<T, R> {
-            query: query.as_ptr(),
-            keys,
-            next: next.map(|(keys, _)| keys),
-            seen: first..end,
-            dim: self.key_dim,
-            scores: scores.as_mut_ptr().cast(),
-        };
-        // SAFETY: `query` has R rows, `scores` R tiles; the caller's promise for the keys.
-        unsafe { self.simd.call(score) };
-        for (r, &(first, end)) in seen.iter().enumerate() {
-            if first < end {
-                self.weigh(row + r, &mut scores[r], first, end);
-            }
-        }
-        // Tokens that all rows see go through together, the others row by row, in ascending order.
-        let (from, to) = (seen[R - 1].0, seen[0].1);
-        let together = if from < to { from..to } else { TILE..TILE };
-        // SAFETY: the caller's promise for the values.
+        let (first, last) = (self.seen(rows.start), self.seen(rows.end - 1));
+        let together = last.start..first.end;
+        // SAFETY: the caller's promise.
         unsafe {
-            for (r, &(first, end)) in seen.iter().enumerate() {
-                self.gather(row + r, &scores[r..=r], values, None, first..end.min(together.start));
+            if first == last {
+                return self.gather(rows, values, next, together);
             }
-            let next = next.map(|(_, values)| values);
-            self.gather(row, &scores, values, next, together.clone());
-            for (r, &(first, end)) in seen.iter().enumerate() {
-                self.gather(row + r, &scores[r..=r], values, None, first.max(together.end)..end);
+            let together = if together.is_empty() { TILE..TILE } else { together };
+            for row in rows.clone() {
+                let Range { start, end } = self.seen(row);
+                self.gather(row..row + 1, values, None, start..end.min(together.start));
+            }
+            self.gather(rows.clone(), values, next, together.clone());
+            for row in rows {
+                let Range { start, end } = self.seen(row);
+                self.gather(row..row + 1, values, None, start.max(together.end)..end);
             }
         }
     }
 
-    /// Tokens of the tile that a row sees.
-    fn seen(&self, row: usize) -> (usize, usize) {
-        let seen = self.call.mask.seen(self.position(row), self.block.len);
-        let clip = |at: usize| at.saturating_sub(self.start).min(TILE);
-        (clip(seen.start), clip(seen.end))
-    }
-
-    fn position(&self, row: usize) -> i64 {
-        self.block.position + (row / self.group) as i64
-    }
-
-    /// Turns a row's dot products into weights.
-    fn weigh(&mut self, row: usize, scores: &mut [f32; TILE], first: usize, end: usize) {
-        let head = self.kv_head * self.group + row % self.group;
-        let weigh = Weigh {
-            row: scores,
-            seen: first..end,
-            logit: Logit {
-                scale: self.call.scale,
-                soft_cap: self.call.soft_cap,
-                slope: self.call.slopes.map_or(0.0, |slopes| slopes[head]),
-                distance: (self.start as i64 - self.position(row)) as f32,
-            },
-            max: &mut self.max[row],
-            sum: &mut self.sum[row],
-            acc: &mut self.acc[row * self.value_dim..][..self.value_dim],
-        };
-        // SAFETY: it asks for nothing.
-        unsafe { self.simd.call(weigh) }
-    }
-
-    /// Adds the weighted values of the tokens `seen` to as many rows as there are weights.
+    /// Adds the weighted values of the tokens `seen` to at most `ROWS` rows.
     ///
     /// # Safety
     /// - The values of `seen` are valid for reads of `value_dim`.
     unsafe fn gather<T: Stored>(
         &mut self,
-        row: usize,
-        weights: &[[f32; TILE]],
+        rows: Range<usize>,
         values: Tokens<T>,
         next: Option<Tokens<T>>,
         seen: Range<usize>,
@@ -156,17 +169,56 @@ impl<S: Simd> Tile<'_, S> {
             return;
         }
         let dim = self.value_dim;
-        let acc = self.acc[row * dim..][..weights.len() * dim].as_mut_ptr();
-        let (weights, rows) = (weights.as_ptr().cast(), weights.len());
+        let acc = self.acc[rows.start * dim..rows.end * dim].as_mut_ptr();
+        let weights = self.scores[rows.start * TILE..rows.end * TILE].as_ptr();
         // SAFETY: `weights` and `acc` have so many rows; the caller's promise for the values.
         unsafe {
-            match rows {
+            match rows.len() {
                 1 => self.simd.call(Gather::<T, 1> { weights, values, next, seen, dim, acc }),
                 2 => self.simd.call(Gather::<T, 2> { weights, values, next, seen, dim, acc }),
                 3 => self.simd.call(Gather::<T, 3> { weights, values, next, seen, dim, acc }),
                 4 => self.simd.call(Gather::<T, 4> { weights, values, next, seen, dim, acc }),
                 5 => self.simd.call(Gather::<T, 5> { weights, values, next, seen, dim, acc }),
                 _ => self.simd.call(Gather::<T, ROWS> { weights, values, next, seen, dim, acc }),
+            }
+        }
+    }
+}
+
+/// Turns all rows' dot products into weights.
+struct Weigh<'a, 'b, S>(&'a mut Tile<'b, S>);
+
+impl<S: Simd> Job<S> for Weigh<'_, '_, S> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run(self, simd: S) {
+        let Self(tile) = self;
+        let (dim, group) = (tile.value_dim, tile.call.group());
+        let (tiles, _) = tile.scores.as_chunks_mut();
+        for query in 0..tile.max.len() / group {
+            let position = tile.block.position + query as i64;
+            let seen = tile.call.mask.seen_in(position, tile.block.len, tile.start, TILE);
+            if seen.is_empty() {
+                continue;
+            }
+            let distance = (tile.start as i64 - position) as f32;
+            for head in 0..group {
+                let row = query * group + head;
+                let row = Row {
+                    scores: &mut tiles[row],
+                    seen: seen.clone(),
+                    logit: Logit {
+                        scale: tile.call.scale,
+                        soft_cap: tile.call.soft_cap,
+                        slope: tile.call.slopes.map_or(0.0, |slopes| slopes[tile.first_head + head]),
+                        distance,
+                    },
+                    max: &mut tile.max[row],
+                    sum: &mut tile.sum[row],
+                    acc: &mut tile.acc[row * dim..][..dim],
+                };
+                row.weigh(simd);
             }
         }
     }

@@ -156,3 +156,18 @@ fn a_page_of_short_layers_takes_a_base_page_in_each() {
     let first = storage.pages(0, Which::Key, false).unwrap().slot(0, 0, 0);
     assert_eq!(region::tests::resident_pages(first, shape.total_bytes().unwrap()), 4);
 }
+
+#[test]
+fn rows_are_parted_by_tokens_and_by_heads() {
+    let mut memory: Vec<f32> = vec![0.0; 5 * 6 * 2];
+    let base = memory.as_mut_ptr().cast::<u8>();
+    let rows = RowsViewMut::from_slice(&mut memory, [5, 6, 2]).unwrap();
+    let (first, rest) = rows.split_at(2);
+    assert_eq!((first.shape(), rest.shape()), ([2, 6, 2], [3, 6, 2]));
+    let (left, right) = rest.split_heads_at(4);
+    assert_eq!((left.shape(), right.shape()), ([3, 4, 2], [3, 2, 2]));
+    let row = |token: usize, head: usize| base.wrapping_add((token * 6 + head) * 8);
+    assert_eq!((left.row(1, 3), right.row(1, 1)), (row(3, 3), row(3, 5)));
+    let (all, none) = right.split_heads_at(2);
+    assert_eq!((all.row(2, 0), none.shape()), (row(4, 4), [3, 0, 2]));
+}

@@ -118,6 +118,21 @@ impl<'a> RowsViewMut<'a> {
         (first, rest)
     }
 
+    /// The rows of the first `heads` heads of every token and those of the others.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn split_heads_at(self, heads: usize) -> (Self, Self) {
+        let [tokens, all, dim] = self.shape;
+        assert!(heads <= all, "split out of range");
+        let behind = row_offset(self.strides, 0, heads) * self.dtype.size() as isize;
+        let first = Self { shape: [tokens, heads, dim], ..self };
+        // Distinct indices name distinct elements, so the two share nothing.
+        let rest =
+            Self { base: self.base.wrapping_offset(behind), shape: [tokens, all - heads, dim], ..self };
+        (first, rest)
+    }
+
     /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype

@@ -2,8 +2,10 @@
 
 use paged_kv::dtype::DType;
 use paged_kv::layout::PageOrder;
+use proptest::prelude::*;
 
 use crate::harness::{Case, Outcome, isas, pool};
+use crate::property::cases;
 
 /// Decode, a chunk, an untouched sequence, and one long enough to be split over threads.
 fn batch() -> Case {
@@ -51,19 +53,56 @@ fn threads_placement_page_size_and_order_change_no_bit() {
     }
 }
 
-/// Beyond the promise: decoding a token gives the bits that a prefill of it gives, so a prefix may
-/// be computed in chunks of any size, and drafts verified together.
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Whatever the batch: each sequence's bits are those it has alone, on any number of threads,
+    /// with its pages anywhere and of any size.
+    #[test]
+    fn of_any_batch_every_sequence_has_the_bits_it_has_alone(
+        mut case in cases(),
+        long in prop::option::of((600..2000_usize, 1..40_usize)),
+    ) {
+        // Enough work to be shared by threads, and a sequence that is cut in any case.
+        case.sequences.extend(long);
+        for isa in isas() {
+            let alone = |&sequence: &(usize, usize)| {
+                let case = Case { sequences: vec![sequence], page_size: 16, placement: 7, ..case.clone() };
+                case.run(isa, pool(1))
+            };
+            let (mut out, mut lse) = (Vec::new(), Vec::new());
+            for Outcome { out: o, lse: l } in case.sequences.iter().map(alone) {
+                out.extend(o);
+                lse.extend(l);
+            }
+            let want = Outcome { out, lse }.bits();
+            for (threads, page_size) in [(1, 128), (2, 1), (3, 16), (7, case.page_size), (7, 128)] {
+                let placement = case.placement ^ threads as u64;
+                let got = Case { page_size, placement, ..case.clone() }.run(isa, pool(threads)).bits();
+                prop_assert!(got == want, "{isa}, {threads} threads, pages of {page_size}");
+            }
+        }
+    }
+}
+
+/// Beyond the promise: a prompt may be computed in chunks of any size from 16 on, and a token
+/// decoded alone has the bits of one that is verified with up to 14 drafts.
 #[test]
 fn chunks_of_queries_change_no_bit() {
     for isa in isas() {
         for kv_dtype in DType::ALL {
             let case = Case { kv_dtype, group: 3, sequences: vec![(600, 130)], ..Case::default() };
-            let whole = case.run(isa, pool(2));
             let row = case.num_heads() * case.v_head_dim;
-            for (from, to) in [(0, 1), (0, 7), (60, 130), (129, 130), (63, 64)] {
-                let part = case.run_queries(isa, pool(1), from..to);
-                let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-                assert_eq!(bits(&part.out), bits(&whole.out[from * row..to * row]), "{isa} {from}..{to}");
+            let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            let parts = [(0, 16), (60, 130), (114, 130), (50, 67)];
+            let drafts = [(100, 101), (100, 107), (113, 115), (114, 115)];
+            for (whole, parts) in [(0..130, parts), (100..115, drafts)] {
+                let out = case.run_queries(isa, pool(2), whole.clone()).out;
+                for (from, to) in parts {
+                    let part = case.run_queries(isa, pool(1), from..to).out;
+                    let same = &out[(from - whole.start) * row..(to - whole.start) * row];
+                    assert!(bits(&part) == bits(same), "{isa} {kv_dtype} {from}..{to} of {whole:?}");
+                }
             }
         }
     }

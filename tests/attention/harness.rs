@@ -315,6 +315,6 @@ impl Case {
 
 /// Pools are made once: starting threads is not what is tested.
 pub(crate) fn pool(threads: usize) -> &'static ThreadPool {
-    static POOLS: [std::sync::OnceLock<ThreadPool>; 3] = [const { std::sync::OnceLock::new() }; 3];
+    static POOLS: [std::sync::OnceLock<ThreadPool>; 7] = [const { std::sync::OnceLock::new() }; 7];
     POOLS[threads - 1].get_or_init(|| ThreadPool::new(Some(threads)).unwrap())
 }

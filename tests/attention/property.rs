@@ -28,7 +28,7 @@ fn sequences() -> impl Strategy<Value = Vec<(usize, usize)>> {
 }
 
 prop_compose! {
-    fn cases()(
+    pub(crate) fn cases()(
         (kv_dtype, query_dtype) in (dtypes(), dtypes()),
         (num_kv_heads, group) in prop_oneof![
             (1..4_usize, 1..5_usize),

@@ -3,16 +3,18 @@
 use std::arch::x86_64::{
     __m256, _CMP_LT_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1, _mm_add_ps, _mm_cvtss_f32,
     _mm_loadu_si128, _mm_max_ps, _mm_max_ss, _mm_movehdup_ps, _mm_movehl_ps, _mm_prefetch, _mm_storeu_ps,
-    _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps, _mm256_andnot_ps, _mm256_blendv_ps,
-    _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps,
-    _mm256_cvtps_epi32, _mm256_div_ps, _mm256_extractf128_ps, _mm256_fmadd_ps, _mm256_hadd_ps,
-    _mm256_loadu_ps, _mm256_max_ps, _mm256_mul_ps, _mm256_or_ps, _mm256_round_ps, _mm256_set1_epi32,
-    _mm256_set1_ps, _mm256_setr_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps,
+    _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps, _mm256_and_si256, _mm256_andnot_ps, _mm256_blendv_ps,
+    _mm256_castpd_ps, _mm256_castps_pd, _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_cmp_ps,
+    _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_div_ps, _mm256_extractf128_ps,
+    _mm256_fmadd_ps, _mm256_hadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_mul_ps,
+    _mm256_or_ps, _mm256_permute2f128_ps, _mm256_round_ps, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_ps,
+    _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps, _mm256_unpackhi_pd, _mm256_unpackhi_ps,
+    _mm256_unpacklo_pd, _mm256_unpacklo_ps,
 };
 
 use half::{bf16, f16};
 
-use super::super::simd::{Job, Simd};
+use super::super::simd::{Job, MOST_LANES, Simd};
 
 /// Proof that the CPU has AVX2, FMA and F16C.
 #[derive(Clone, Copy, Debug)]
@@ -127,6 +129,21 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn load_even_bf16(self, from: *const bf16) -> __m256 {
+        // SAFETY: the caller's promise; `self` proves the CPU feature.
+        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_loadu_si256(from.cast()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_odd_bf16(self, from: *const bf16) -> __m256 {
+        // SAFETY: the caller's promise; `self` proves the CPU feature.
+        unsafe {
+            let upper = _mm256_set1_epi32(0xFFFF_0000_u32.cast_signed());
+            _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(from.cast()), upper))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn store(self, to: *mut f32, a: __m256) {
         // SAFETY: the caller's promise; `self` proves the CPU feature.
         unsafe { _mm256_storeu_ps(to, a) }
@@ -139,6 +156,31 @@ impl Simd for Avx2 {
             let fours = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
             let sums = _mm_add_ps(_mm256_castps256_ps128(fours), _mm256_extractf128_ps::<1>(fours));
             _mm_storeu_ps(to, sums);
+        }
+    }
+
+    #[inline(always)]
+    fn transpose(self, rows: &mut [__m256; MOST_LANES]) {
+        // SAFETY: `self` proves that the CPU has AVX.
+        unsafe {
+            // Blocks of 2, 4 and 8 lanes, one after the other.
+            for i in [0, 2, 4, 6] {
+                let (a, b) = (rows[i], rows[i + 1]);
+                (rows[i], rows[i + 1]) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+            }
+            for i in [0, 4] {
+                let [a, b, c, d] =
+                    [rows[i], rows[i + 1], rows[i + 2], rows[i + 3]].map(|x| _mm256_castps_pd(x));
+                rows[i] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, c));
+                rows[i + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, c));
+                rows[i + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(b, d));
+                rows[i + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(b, d));
+            }
+            for i in 0..4 {
+                let (a, b) = (rows[i], rows[i + 4]);
+                rows[i] = _mm256_permute2f128_ps::<0x20>(a, b);
+                rows[i + 4] = _mm256_permute2f128_ps::<0x31>(a, b);
+            }
         }
     }
 

@@ -3,18 +3,18 @@
 use std::arch::x86_64::{
     __m512, _CMP_LT_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1, _mm_add_ps, _mm_prefetch,
     _mm_storeu_ps, _mm256_add_ps, _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_loadu_si256,
-    _mm512_abs_ps, _mm512_add_epi32, _mm512_add_ps, _mm512_and_ps, _mm512_castpd_ps, _mm512_castps_pd,
+    _mm512_abs_ps, _mm512_add_ps, _mm512_and_ps, _mm512_and_si512, _mm512_castpd_ps, _mm512_castps_pd,
     _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepu16_epi32, _mm512_cvtph_ps,
-    _mm512_cvtps_epi32, _mm512_div_ps, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
+    _mm512_div_ps, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
     _mm512_mask_blend_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_or_ps, _mm512_reduce_max_ps,
-    _mm512_roundscale_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_ps, _mm512_slli_epi32,
-    _mm512_storeu_ps, _mm512_sub_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
-    _mm512_unpacklo_ps,
+    _mm512_roundscale_ps, _mm512_scalef_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_ps,
+    _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps, _mm512_unpackhi_pd,
+    _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
 };
 
 use half::{bf16, f16};
 
-use super::super::simd::{Job, Simd};
+use super::super::simd::{Job, MOST_LANES, Simd};
 
 /// Proof that the CPU has AVX-512 F, BW, DQ and VL, besides what AVX2 stands for.
 #[derive(Clone, Copy, Debug)]
@@ -70,10 +70,7 @@ impl Simd for Avx512 {
         fn abs(a) = _mm512_abs_ps(a);
         fn with_sign(magnitude, sign) = _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0), sign));
         fn round(a) = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a);
-        fn scale_by_power(a, n) = {
-            let biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-            _mm512_mul_ps(a, _mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased)))
-        };
+        fn scale_by_power(a, n) = _mm512_scalef_ps(a, n);
         fn select_less(a, b, yes, no) = _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), no, yes);
     }
 
@@ -129,6 +126,21 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn load_even_bf16(self, from: *const bf16) -> __m512 {
+        // SAFETY: the caller's promise; `self` proves the CPU features.
+        unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_loadu_si512(from.cast()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_odd_bf16(self, from: *const bf16) -> __m512 {
+        // SAFETY: the caller's promise; `self` proves the CPU features.
+        unsafe {
+            let upper = _mm512_set1_epi32(0xFFFF_0000_u32.cast_signed());
+            _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(from.cast()), upper))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn store(self, to: *mut f32, a: __m512) {
         // SAFETY: the caller's promise; `self` proves the CPU features.
         unsafe { _mm512_storeu_ps(to, a) }
@@ -147,6 +159,35 @@ impl Simd for Avx512 {
                 _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps::<1>(quarters));
             let sums = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves));
             _mm_storeu_ps(to, sums);
+        }
+    }
+
+    #[inline(always)]
+    fn transpose(self, rows: &mut [__m512; MOST_LANES]) {
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe {
+            // Blocks of 2 and 4 lanes, then of quarters of a vector.
+            for i in (0..16).step_by(2) {
+                let (a, b) = (rows[i], rows[i + 1]);
+                (rows[i], rows[i + 1]) = (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            }
+            for i in (0..16).step_by(4) {
+                let [a, b, c, d] =
+                    [rows[i], rows[i + 1], rows[i + 2], rows[i + 3]].map(|x| _mm512_castps_pd(x));
+                rows[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+                rows[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+                rows[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+                rows[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+            }
+            for i in 0..4 {
+                let [a, b, c, d] = [rows[i], rows[i + 4], rows[i + 8], rows[i + 12]];
+                let (ab, cd) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0x88>(c, d));
+                rows[i] = _mm512_shuffle_f32x4::<0x88>(ab, cd);
+                rows[i + 8] = _mm512_shuffle_f32x4::<0xDD>(ab, cd);
+                let (ab, cd) = (_mm512_shuffle_f32x4::<0xDD>(a, b), _mm512_shuffle_f32x4::<0xDD>(c, d));
+                rows[i + 4] = _mm512_shuffle_f32x4::<0x88>(ab, cd);
+                rows[i + 12] = _mm512_shuffle_f32x4::<0xDD>(ab, cd);
+            }
         }
     }
 

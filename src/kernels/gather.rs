@@ -1,0 +1,138 @@
+//! Weights against values.
+
+#![expect(clippy::needless_range_loop, reason = "zip stays a call where a profile has no LTO at all")]
+
+use std::ops::Range;
+
+use super::simd::{Job, Simd, Stored};
+use super::tokens::{TILE, Tokens};
+
+/// `acc[r][c] += Σ weights[r][k] · value[k][c]` for `R` rows, all columns and the tokens `seen`, in
+/// ascending order whatever `R`; columns are parted as `T` is.
+///
+/// # Safety (of running it)
+/// - `weights` is valid for reads of `R` tiles, `acc` for reads and writes of `R` rows of `dim`, a
+///   multiple of `LANES`.
+/// - The values of `seen` are valid for reads of `dim` elements.
+pub(super) struct Gather<'a, T, const R: usize> {
+    /// `[R, TILE]`.
+    pub(super) weights: *const f32,
+    pub(super) values: Tokens<'a, T>,
+    /// What will be asked for after this.
+    pub(super) next: Option<Tokens<'a, T>>,
+    pub(super) seen: Range<usize>,
+    pub(super) dim: usize,
+    /// `[R, dim]`.
+    pub(super) acc: *mut f32,
+}
+
+impl<S: Simd, T: Stored, const R: usize> Job<S> for Gather<'_, T, R> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run(self, simd: S) {
+        let vectors = self.dim / S::LANES;
+        // As many sums as registers hold beside weights and values.
+        let most = if R > 3 { 2 } else { 4 } * S::REGISTERS / 16;
+        let mut vector = 0;
+        while vector < vectors {
+            let mut columns = most;
+            while columns > vectors - vector {
+                columns /= 2;
+            }
+            // SAFETY: the caller's promise; columns stay below `dim`.
+            unsafe {
+                match columns {
+                    1 => self.columns::<S, 1>(simd, vector * S::LANES),
+                    2 => self.columns::<S, 2>(simd, vector * S::LANES),
+                    4 => self.columns::<S, 4>(simd, vector * S::LANES),
+                    _ => self.columns::<S, 8>(simd, vector * S::LANES),
+                }
+            }
+            vector += columns;
+        }
+    }
+}
+
+impl<T: Stored, const R: usize> Gather<'_, T, R> {
+    /// `C` vectors of columns: an even number from an even one on, or the last of an odd number.
+    ///
+    /// # Safety
+    /// - As for the job; `column + C * LANES <= dim`.
+    #[inline(always)]
+    unsafe fn columns<S: Simd, const C: usize>(&self, simd: S, column: usize) {
+        let mut sums = [[simd.splat(0.0); C]; R];
+        for (r, sums) in sums.iter_mut().enumerate() {
+            for (c, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: the caller's promise for `acc`.
+                *sum = unsafe { simd.load(self.acc.add(r * self.dim + column + c * S::LANES)) };
+            }
+        }
+        for token in self.seen.start..self.seen.end.min(TILE) {
+            if let Some(next) = &self.next {
+                next.prefetch::<S, C>(simd, token, column);
+            }
+            let value = self.values.at(token).wrapping_add(column);
+            // What there is less of is held in registers while the other streams by.
+            if R <= C {
+                let mut weights = [simd.splat(0.0); R];
+                for r in 0..R {
+                    // SAFETY: the caller's promise for `weights`.
+                    weights[r] = unsafe { self.weight(simd, r, token) };
+                }
+                for c in 0..C {
+                    // SAFETY: the caller's promise for this token's value.
+                    let v = unsafe { load::<S, T, C>(simd, value, c) };
+                    for r in 0..R {
+                        sums[r][c] = simd.mul_add(weights[r], v, sums[r][c]);
+                    }
+                }
+            } else {
+                let mut v = [simd.splat(0.0); C];
+                for c in 0..C {
+                    // SAFETY: the caller's promise for this token's value.
+                    v[c] = unsafe { load::<S, T, C>(simd, value, c) };
+                }
+                for r in 0..R {
+                    // SAFETY: the caller's promise for `weights`.
+                    let weight = unsafe { self.weight(simd, r, token) };
+                    for c in 0..C {
+                        sums[r][c] = simd.mul_add(weight, v[c], sums[r][c]);
+                    }
+                }
+            }
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            for (c, &sum) in sums.iter().enumerate() {
+                // SAFETY: the caller's promise for `acc`.
+                unsafe { simd.store(self.acc.add(r * self.dim + column + c * S::LANES), sum) }
+            }
+        }
+    }
+
+    /// A row's weight for a token, in all lanes.
+    ///
+    /// # Safety
+    /// - As for the job; `row < R`, `token < TILE`.
+    #[inline(always)]
+    unsafe fn weight<S: Simd>(&self, simd: S, row: usize, token: usize) -> S::F32 {
+        // SAFETY: the caller's promise.
+        simd.splat(unsafe { *self.weights.add(row * TILE + token) })
+    }
+}
+
+/// Vector `c` of `C`: of an even number, or the last of an odd number alone.
+///
+/// # Safety
+/// - `value` is valid for reads of `C * LANES` elements.
+#[inline(always)]
+unsafe fn load<S: Simd, T: Stored, const C: usize>(simd: S, value: *const T, c: usize) -> S::F32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match (C, c % 2) {
+            (1, _) => T::load(simd, value),
+            (_, 0) => T::load_even(simd, value.add(c * S::LANES)),
+            _ => T::load_odd(simd, value.add((c - 1) * S::LANES)),
+        }
+    }
+}

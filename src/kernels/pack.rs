@@ -1,0 +1,70 @@
+//! Tiles made ready to be used by many rows.
+
+use super::simd::{Job, MOST_LANES, Simd, Stored};
+use super::tokens::{TILE, Tokens};
+
+/// Widens a tile's tokens into `into` `[TILE, dim rounded up to whole vectors]`, whose padding
+/// stays as it is.
+///
+/// # Safety (of running it)
+/// - All tokens of the tile are valid for reads of `dim` elements.
+pub(super) struct Widen<'a, T> {
+    pub(super) tokens: Tokens<'a, T>,
+    pub(super) dim: usize,
+    pub(super) into: &'a mut [f32],
+}
+
+impl<S: Simd, T: Stored> Job<S> for Widen<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run(self, simd: S) {
+        let whole = self.dim / S::LANES * S::LANES;
+        let rows = self.into.chunks_exact_mut(self.dim.next_multiple_of(S::LANES));
+        for (token, row) in rows.enumerate() {
+            let from = self.tokens.at(token);
+            // SAFETY: all indices are below `dim`, and `row` is at least as long.
+            unsafe {
+                for d in (0..whole).step_by(S::LANES) {
+                    simd.store(row.as_mut_ptr().add(d), T::load(simd, from.add(d)));
+                }
+                for (d, x) in row.iter_mut().enumerate().take(self.dim).skip(whole) {
+                    *x = from.add(d).read_unaligned().to_f32();
+                }
+            }
+        }
+    }
+}
+
+/// Widens and transposes a tile's tokens into `into` `[dim, TILE]`.
+///
+/// # Safety (of running it)
+/// - All tokens of the tile are valid for reads of `dim` elements, a multiple of `LANES`.
+pub(super) struct Pack<'a, T> {
+    pub(super) tokens: Tokens<'a, T>,
+    pub(super) dim: usize,
+    pub(super) into: &'a mut [f32],
+}
+
+impl<S: Simd, T: Stored> Job<S> for Pack<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run(self, simd: S) {
+        assert!(self.into.len() >= self.dim * TILE, "room for a tile");
+        for d in (0..self.dim).step_by(S::LANES) {
+            for first in (0..TILE).step_by(S::LANES) {
+                let mut block = [simd.splat(0.0); MOST_LANES];
+                for (i, row) in block.iter_mut().enumerate().take(S::LANES) {
+                    // SAFETY: `d + LANES <= dim`; the caller's promise for the tokens.
+                    *row = unsafe { T::load(simd, self.tokens.at(first + i).add(d)) };
+                }
+                simd.transpose(&mut block);
+                for (i, &row) in block.iter().enumerate().take(S::LANES) {
+                    // SAFETY: `first + LANES <= TILE` and `d + i < dim`, inside `into`.
+                    unsafe { simd.store(self.into.as_mut_ptr().add((d + i) * TILE + first), row) }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! Rows of queries against a packed tile of keys: for many rows, which is what prefill has.
+
+#![expect(clippy::needless_range_loop, reason = "zip stays a call where a profile has no LTO at all")]
+
+use std::ops::Range;
+
+use super::simd::{Job, Simd};
+use super::tokens::TILE;
+
+/// `scores[r][k] = Σ query[r][d] · keys[d][k]` for `R` rows and (at least) the keys `seen`, in
+/// ascending order of `d` whatever `R`.
+///
+/// # Safety (of running it)
+/// - `query` is valid for reads of `R` rows of `dim`; `keys` of `dim` tiles; `scores` for writes of
+///   `R` tiles.
+pub(super) struct Product<const R: usize> {
+    /// `[dim, R]`.
+    pub(super) query: *const f32,
+    /// `[dim, TILE]`, packed.
+    pub(super) keys: *const f32,
+    pub(super) seen: Range<usize>,
+    pub(super) dim: usize,
+    /// `[R, TILE]`.
+    pub(super) scores: *mut f32,
+}
+
+impl<S: Simd, const R: usize> Job<S> for Product<R> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run(self, simd: S) {
+        let end = self.seen.end.div_ceil(S::LANES);
+        // As many sums as registers hold beside keys and a query.
+        let most = S::REGISTERS / 8;
+        let mut vector = self.seen.start / S::LANES;
+        while vector < end {
+            let mut columns = most;
+            while columns > end - vector {
+                columns /= 2;
+            }
+            // SAFETY: the caller's promise; columns stay below TILE, a multiple of LANES.
+            unsafe {
+                match columns {
+                    1 => self.columns::<S, 1>(simd, vector * S::LANES),
+                    2 => self.columns::<S, 2>(simd, vector * S::LANES),
+                    _ => self.columns::<S, 4>(simd, vector * S::LANES),
+                }
+            }
+            vector += columns;
+        }
+    }
+}
+
+impl<const R: usize> Product<R> {
+    /// `C` vectors of keys.
+    ///
+    /// # Safety
+    /// - As for the job; `first + C * LANES <= TILE`.
+    #[inline(always)]
+    unsafe fn columns<S: Simd, const C: usize>(&self, simd: S, first: usize) {
+        let mut sums = [[simd.splat(0.0); C]; R];
+        for d in 0..self.dim {
+            let mut k = [simd.splat(0.0); C];
+            for c in 0..C {
+                // SAFETY: the caller's promise for `keys`.
+                k[c] = unsafe { simd.load(self.keys.add(d * TILE + first + c * S::LANES)) };
+            }
+            for r in 0..R {
+                // SAFETY: the caller's promise for `query`.
+                let q = simd.splat(unsafe { *self.query.add(d * R + r) });
+                for c in 0..C {
+                    sums[r][c] = simd.mul_add(q, k[c], sums[r][c]);
+                }
+            }
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            for (c, &sum) in sums.iter().enumerate() {
+                // SAFETY: the caller's promise for `scores`.
+                unsafe { simd.store(self.scores.add(r * TILE + first + c * S::LANES), sum) }
+            }
+        }
+    }
+}

@@ -1,0 +1,42 @@
+//! Where the tokens of a tile lie.
+
+use std::marker::PhantomData;
+
+use super::simd::Simd;
+
+/// Keys whose dot products are turned into weights together.
+pub(super) const TILE: usize = 64;
+
+/// Bytes that memory moves together.
+const CACHE_LINE: usize = 64;
+
+/// Token `i` of the tile lies at `base + offsets[i]` bytes.
+#[derive(Clone, Copy)]
+pub(super) struct Tokens<'a, T> {
+    /// Where offsets start.
+    pub(super) base: *const u8,
+    /// Bytes, one per token of the tile.
+    pub(super) offsets: &'a [usize; TILE],
+    /// What lies there.
+    pub(super) stored: PhantomData<T>,
+}
+
+impl<T> Tokens<'_, T> {
+    /// Address of a token's first element.
+    #[inline(always)]
+    pub(super) fn at(&self, token: usize) -> *const T {
+        self.base.wrapping_add(self.offsets[token]).cast()
+    }
+
+    /// Asks for the cache lines of `VECTORS` vectors of a token's elements, from `from` on.
+    #[inline(always)]
+    pub(super) fn prefetch<S: Simd, const VECTORS: usize>(&self, simd: S, token: usize, from: usize) {
+        let address = self.at(token).wrapping_add(from);
+        for vector in 0..VECTORS {
+            let element = vector * S::LANES;
+            if (element * size_of::<T>()).is_multiple_of(CACHE_LINE) {
+                simd.prefetch(address.wrapping_add(element).cast());
+            }
+        }
+    }
+}
