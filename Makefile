@@ -84,6 +84,7 @@ target/tools/bin/cargo-mutants:
 bench: $(VENV)/.tools $(VENV)/.extension ## measure, each figure beside the machine's limit
 	$(CARGO) bench --locked --features bench
 	$(BIN)/pytest benches/python --benchmark-enable --benchmark-only --timeout 1200
+	$(BIN)/paged-kv bench attention
 	$(BIN)/paged-kv bench pool
 	$(BIN)/paged-kv bench cache
 

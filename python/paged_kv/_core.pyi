@@ -19,6 +19,7 @@ __all__ = [
     "Tensor",
     "__version__",
     "alibi_slopes",
+    "bench_attention",
     "bench_cases",
     "bench_pool",
     "compare_exchange_pairs",
@@ -374,6 +375,15 @@ def set_isa(name: str) -> None: ...
 def isa() -> str: ...
 
 # What `paged-kv bench` measures with.
+def bench_attention(
+    repetitions: int,
+    *,
+    cases: _Seq[str] | None = None,
+    dtypes: _Seq[str] | None = None,
+    page_sizes: _Seq[int] | None = None,
+    threads: _Seq[int] | None = None,
+    rotated_bytes: int = 1073741824,
+) -> list[dict[str, Any]]: ...
 def bench_pool(repetitions: int) -> list[dict[str, Any]]: ...
 def bench_cases(
     cases: _Seq[tuple[int, Callable[[], object] | None, Callable[[int], object]]],

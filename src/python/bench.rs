@@ -1,4 +1,7 @@
-//! What `paged-kv bench` measures with: the pool beside its peers, and cases written in Python.
+//! What `paged-kv bench` measures with: the pool beside its peers, attention beside the machine's
+//! limits, and cases written in Python.
+
+#![expect(clippy::doc_markdown, reason = "docstrings are numpydoc, where names of arguments stand bare")]
 
 use std::hint::black_box;
 use std::sync::{Mutex, PoisonError};
@@ -8,7 +11,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::bench::measure::{Case, Summary, interleaved};
-use crate::bench::{Record, pool};
+use crate::bench::{Record, attention, pool};
+use crate::dtype::DType;
+use crate::error::Error;
 use crate::sync::{AtomicU64, CachePadded};
 
 /// Bytes that memory moves together.
@@ -32,6 +37,60 @@ const CACHE_LINE: usize = 64;
 pub(super) fn bench_pool(py: Python<'_>, repetitions: usize) -> PyResult<Vec<Bound<'_, PyDict>>> {
     check(repetitions)?;
     let records = py.detach(|| pool::pool(repetitions))?;
+    dicts(py, records)
+}
+
+/// Measures attention beside the machine's limits.
+///
+/// Parameters
+/// ----------
+/// repetitions : int
+///     Repetitions of each case, at least 1; all that share a limit take turns.
+/// cases : sequence of str, optional
+///     Of ``d1`` to ``d6`` (decode) and ``p1``, ``p2`` (prefill); all if None.
+/// dtypes : sequence of str, optional
+///     Element types of keys, values and queries; all if None.
+/// page_sizes : sequence of int, optional
+///     16 and 128 if None.
+/// threads : sequence of int, optional
+///     1 and as many as the process may use if None.
+/// rotated_bytes : int
+///     Bytes of keys and values that decode rotates through, so that no cache holds them.
+///
+/// Returns
+/// -------
+/// list of dict
+///     As of :func:`bench_pool`; GB/s of keys and values read beside reading the same pages, or
+///     GFLOP/s beside multiply-adds in registers: here the larger is the better.
+#[pyfunction]
+#[pyo3(signature = (repetitions, *, cases=None, dtypes=None, page_sizes=None, threads=None,
+    rotated_bytes=1 << 30), text_signature = "(repetitions, *, cases=None, dtypes=None, page_sizes=None, \
+    threads=None, rotated_bytes=1073741824)")]
+pub(super) fn bench_attention(
+    py: Python<'_>,
+    repetitions: usize,
+    cases: Option<Vec<String>>,
+    dtypes: Option<Vec<String>>,
+    page_sizes: Option<Vec<usize>>,
+    threads: Option<Vec<usize>>,
+    rotated_bytes: usize,
+) -> PyResult<Vec<Bound<'_, PyDict>>> {
+    check(repetitions)?;
+    let all = attention::Plan::default();
+    let dtypes =
+        dtypes.map(|names| names.iter().map(|name| name.parse()).collect::<Result<Vec<DType>, Error>>());
+    let plan = attention::Plan {
+        cases: cases.unwrap_or(all.cases),
+        dtypes: dtypes.transpose()?.unwrap_or(all.dtypes),
+        page_sizes: page_sizes.unwrap_or(all.page_sizes),
+        threads: threads.unwrap_or(all.threads),
+        rotated: rotated_bytes,
+        repetitions,
+    };
+    dicts(py, py.detach(|| attention::attention(&plan, |_| {}))?)
+}
+
+fn dicts(py: Python<'_>, records: Vec<Record>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let dict = |record: Record| {
         let dict = PyDict::new(py);
         dict.set_item("bench", record.bench)?;

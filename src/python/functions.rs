@@ -319,7 +319,8 @@ pub(super) fn kv_bytes_per_token(
 /// Parameters
 /// ----------
 /// name : str
-///     ``"scalar"`` or ``"avx2"``. The environment variable ``PAGED_KV_ISA`` does the same at start.
+///     ``"scalar"``, ``"avx2"`` or ``"avx512"``. The environment variable ``PAGED_KV_ISA`` does the
+///     same at start.
 ///
 /// Raises
 /// ------

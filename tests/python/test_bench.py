@@ -26,13 +26,16 @@ KEYS = {
 }
 
 
-@pytest.fixture(params=["pool", "cache"])
+SMALL = {"cases": ["d4"], "dtypes": ["bfloat16"], "page_sizes": [128], "threads": [1, 2], "rotated_bytes": 1}
+
+
+@pytest.fixture(params=["attention", "pool", "cache"])
 def rows(request, tmp_path: Path, monkeypatch, capsys) -> list[dict]:
     monkeypatch.setitem(
         bench.BENCHES, "cache", lambda repetitions: bench_cache(repetitions, stream_bytes=1 << 20)
     )
     path = tmp_path / "figures.json"
-    bench.run_bench(request.param, path, repetitions=1)
+    bench.run_bench(request.param, path, repetitions=1, **(SMALL if request.param == "attention" else {}))
     rows = json.loads(path.read_text())
     assert {row["bench"] for row in rows} == {request.param}
     assert f"bench {request.param}" in capsys.readouterr().out
@@ -59,6 +62,12 @@ def test_what_is_measured(rows: list[dict]) -> None:
         assert peers < {row["impl"] for row in rows}
         assert {threads for _, threads in ours} == {1, 2}
         assert len(ours) == 4
+    elif rows[0]["bench"] == "attention":
+        where = {f"d4 bfloat16 page 128 {place}" for place in ("adjacent", "scattered")}
+        assert ours == {(case, threads) for case in where for threads in (1, 2)}
+        assert {row["unit"] for row in rows} == {"GB/s"}
+        with pytest.raises(ValueError, match="d9"):
+            _core.bench_attention(1, cases=["d9"])
     else:
         for batch in (1, 64, 256):
             assert (f"decode step, batch {batch}, 8 pages each", 1) in ours

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -221,6 +221,39 @@ def map_command(
         run_map(file, refresh=refresh, snapshot=snapshot)
 
 
+@bench_app.command("attention")
+def bench_attention(
+    cases: Annotated[
+        list[str] | None,
+        typer.Option("--case", help="d1 to d6 (decode), p1, p2 (prefill); all if not given."),
+    ] = None,
+    dtypes: Annotated[
+        list[str] | None, typer.Option("--dtype", help="Element types; all if not given.")
+    ] = None,
+    page_sizes: Annotated[
+        list[int] | None, typer.Option("--page-size", min=1, help="Tokens per page; 16 and 128 if not given.")
+    ] = None,
+    threads: Annotated[
+        list[int] | None, typer.Option(min=1, help="Threads; 1 and as many as there are if not given.")
+    ] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each case.")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure attention beside reading the same memory, or multiply-adds: some minutes.
+
+    Options that choose can be given several times.
+    """
+    _bench(
+        "attention",
+        json_file,
+        repetitions=repetitions,
+        cases=cases,
+        dtypes=dtypes,
+        page_sizes=page_sizes,
+        threads=threads,
+    )
+
+
 @bench_app.command("pool")
 def bench_pool(json_file: JsonFile = None) -> None:
     """Measure taking and giving back pages, beside other free lists."""
@@ -233,8 +266,8 @@ def bench_cache(json_file: JsonFile = None) -> None:
     _bench("cache", json_file)
 
 
-def _bench(name: str, json_file: Path | None) -> None:
+def _bench(name: str, json_file: Path | None, **choices: Any) -> None:
     with _friendly_errors():
         from paged_kv.cli.bench import run_bench
 
-        run_bench(name, json_file)
+        run_bench(name, json_file, **choices)

@@ -15,25 +15,29 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-BENCHES = {"pool": _core.bench_pool, "cache": bench_cache}
+BENCHES = {"attention": _core.bench_attention, "pool": _core.bench_pool, "cache": bench_cache}
 REPETITIONS = 101
 
 
-def run_bench(name: str, json_file: Path | None, repetitions: int = REPETITIONS) -> None:
+def run_bench(
+    name: str, json_file: Path | None, repetitions: int = REPETITIONS, **choices: Sequence[str | int] | None
+) -> None:
     """Measure `name` and show the figures.
 
     Parameters
     ----------
     name : str
-        ``"pool"`` or ``"cache"``.
+        ``"attention"``, ``"pool"`` or ``"cache"``.
     json_file : Path, optional
         Where to write a list of objects with bench, case, impl, threads, value (median), low and
-        high (quartiles), unit, yardstick, limit (what the yardstick took in the same run), ratio
+        high (quartiles), unit, yardstick, limit (the yardstick's figure in the same run), ratio
         (value / limit), kept and discarded (repetitions in which a thread waited for a core).
     repetitions : int
         Of each case; all cases take turns.
+    **choices
+        What else the benchmark takes, to measure less.
     """
-    rows: list[dict[str, Any]] = BENCHES[name](repetitions=repetitions)
+    rows: list[dict[str, Any]] = BENCHES[name](repetitions=repetitions, **choices)
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     Console().print(bench_table(name, rows))
