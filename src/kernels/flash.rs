@@ -21,7 +21,7 @@ use super::scratch::Scratch;
 use super::simd::{Simd, Stored, part_neighbours};
 use super::state::State;
 use super::tile::{Keys, Tile, rows_of_group};
-use super::tokens::{TILE, Tokens};
+use super::tokens::{Next, TILE, Tokens};
 use crate::dtype::DType;
 use crate::storage::{PagesView, RowsView};
 
@@ -307,6 +307,7 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
         };
         let Some(ready) = &mut self.ready else {
             let (next_keys, next_values) = next.unzip();
+            let next_keys = next_keys.map(|tokens| Next { tokens, part: 0, parts: 1 });
             // SAFETY: offsets name slots of the pools, checked in `locate`, of dims that are whole
             // vectors here.
             return unsafe { rows_of_head.attend(Keys::Stored(keys, next_keys), values, next_values) };

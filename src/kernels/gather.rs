@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use super::simd::{Job, Simd, Stored};
-use super::tokens::{TILE, Tokens};
+use super::tokens::{Next, TILE, Tokens};
 
 /// `acc[r][c] += Σ weights[r][k] · value[k][c]` for `R` rows, all columns and the tokens `seen`, in
 /// ascending order whatever `R`; columns are parted as `T` is.
@@ -19,7 +19,7 @@ pub(super) struct Gather<'a, T, const R: usize> {
     pub(super) weights: *const f32,
     pub(super) values: Tokens<'a, T>,
     /// What will be asked for after this.
-    pub(super) next: Option<Tokens<'a, T>>,
+    pub(super) next: Option<Next<'a, T>>,
     pub(super) seen: Range<usize>,
     pub(super) dim: usize,
     /// `[R, dim]`.
@@ -69,7 +69,7 @@ impl<T: Stored, const R: usize> Gather<'_, T, R> {
             }
         }
         for token in self.seen.start..self.seen.end.min(TILE) {
-            if let Some(next) = &self.next {
+            if let Some(next) = self.next.as_ref().and_then(|next| next.at(token, 1)) {
                 next.prefetch::<S, C>(simd, token, column);
             }
             let value = self.values.at(token).wrapping_add(column);

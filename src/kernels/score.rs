@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::simd::{Job, Simd, Stored};
-use super::tokens::{TILE, Tokens};
+use super::tokens::{Next, TILE, Tokens};
 
 /// `scores[r][k] = Σ query[r][d] · key[k][d]` for `R` rows and (at least) the keys `seen`.
 ///
@@ -19,7 +19,7 @@ pub(super) struct Score<'a, T, const R: usize> {
     pub(super) query: *const f32,
     pub(super) keys: Tokens<'a, T>,
     /// What will be asked for after this.
-    pub(super) next: Option<Tokens<'a, T>>,
+    pub(super) next: Option<Next<'a, T>>,
     pub(super) seen: Range<usize>,
     pub(super) dim: usize,
     /// `[R, TILE]`.
@@ -68,7 +68,7 @@ impl<T: Stored, const R: usize> Score<'_, T, R> {
         let mut sums = [[simd.splat(0.0); 4]; N];
         // The first rows ask, evenly between loads: what is asked for in one burst takes the places
         // in which loads wait for the nearest cache, and sums wait with them.
-        let next = self.next.as_ref().filter(|_| row == 0);
+        let next = self.next.as_ref().filter(|_| row == 0).and_then(|next| next.at(first, 4));
         let mut d = 0;
         // SAFETY: so many elements are left; the caller's promise for keys and rows.
         unsafe {

@@ -8,7 +8,7 @@ use super::product::Product;
 use super::score::Score;
 use super::simd::{Job, Simd, Stored};
 use super::softmax::{Logit, Row};
-use super::tokens::{TILE, Tokens};
+use super::tokens::{Next, TILE, Tokens};
 
 /// Rows of queries that go through a tile together.
 const ROWS: usize = 6;
@@ -23,9 +23,19 @@ pub(super) fn rows_of_group(rows: usize) -> usize {
 #[derive(Clone, Copy)]
 pub(super) enum Keys<'a, T> {
     /// Where they lie, and what is asked for meanwhile.
-    Stored(Tokens<'a, T>, Option<Tokens<'a, T>>),
+    Stored(Tokens<'a, T>, Option<Next<'a, T>>),
     /// Widened and transposed: `[dim, TILE]`.
     Packed(&'a [f32], usize),
+}
+
+impl<T: Stored> Keys<'_, T> {
+    /// The same for one of several groups of rows.
+    fn asking_for(self, part: usize, parts: usize) -> Self {
+        match self {
+            Self::Stored(keys, next) => Self::Stored(keys, next.map(|next| Next { part, parts, ..next })),
+            Self::Packed(..) => self,
+        }
+    }
 }
 
 /// The rows of one KV head on their way through one tile.
@@ -60,12 +70,13 @@ impl<S: Simd> Tile<'_, S> {
         &mut self,
         keys: Keys<K>,
         values: Tokens<V>,
-        mut next: Option<Tokens<V>>,
+        next: Option<Tokens<V>>,
     ) {
         let rows = self.max.len();
         let count = rows_of_group(rows);
-        let mut keys = keys;
-        for row in (0..rows).step_by(count) {
+        let parts = rows.div_ceil(count);
+        for (part, row) in (0..rows).step_by(count).enumerate() {
+            let keys = keys.asking_for(part, parts);
             // SAFETY: the caller's promise; so many rows are left.
             unsafe {
                 match count.min(rows - row) {
@@ -77,16 +88,13 @@ impl<S: Simd> Tile<'_, S> {
                     _ => self.score::<K, ROWS>(row, keys),
                 }
             }
-            // The first rows ask for what comes after this tile.
-            if let Keys::Stored(_, next) = &mut keys {
-                *next = None;
-            }
         }
         // SAFETY: it asks for nothing.
         unsafe { self.simd.call(Weigh(self)) };
-        for row in (0..rows).step_by(count) {
+        for (part, row) in (0..rows).step_by(count).enumerate() {
+            let next = next.map(|tokens| Next { tokens, part, parts });
             // SAFETY: the caller's promise; so many rows are left.
-            unsafe { self.weighted_sums(row..(row + count).min(rows), values, next.take()) };
+            unsafe { self.weighted_sums(row..(row + count).min(rows), values, next) };
         }
     }
 
@@ -132,7 +140,7 @@ impl<S: Simd> Tile<'_, S> {
         &mut self,
         rows: Range<usize>,
         values: Tokens<T>,
-        next: Option<Tokens<T>>,
+        next: Option<Next<T>>,
     ) {
         let (first, last) = (self.seen(rows.start), self.seen(rows.end - 1));
         let together = last.start..first.end;
@@ -162,7 +170,7 @@ impl<S: Simd> Tile<'_, S> {
         &mut self,
         rows: Range<usize>,
         values: Tokens<T>,
-        next: Option<Tokens<T>>,
+        next: Option<Next<T>>,
         seen: Range<usize>,
     ) {
         if seen.is_empty() {

@@ -21,6 +21,25 @@ pub(super) struct Tokens<'a, T> {
     pub(super) stored: PhantomData<T>,
 }
 
+/// Tokens that will be needed next: some of them are asked for while others are worked on, so that
+/// memory never rests.
+#[derive(Clone, Copy)]
+pub(super) struct Next<'a, T> {
+    pub(super) tokens: Tokens<'a, T>,
+    /// Of `parts` groups of rows that pass by the same tile, each asks for its part of the tokens.
+    pub(super) part: usize,
+    pub(super) parts: usize,
+}
+
+impl<'a, T> Next<'a, T> {
+    /// What one group of rows asks for while it passes by tokens in blocks of a size.
+    #[inline(always)]
+    pub(super) fn at(&self, token: usize, block: usize) -> Option<&Tokens<'a, T>> {
+        // One part, as in most calls, needs no division.
+        (self.parts == 1 || token / block % self.parts == self.part).then_some(&self.tokens)
+    }
+}
+
 impl<T> Tokens<'_, T> {
     /// Address of a token's first element.
     #[inline(always)]
