@@ -34,12 +34,16 @@ fn main() {
         plan.dtypes = dtypes;
     }
     println!("instruction set: {}", Isa::current().expect("a CPU that has it"));
-    println!("{:<34} {:>7} {:>9} {:>9} {:>6} {:>8}", "case", "threads", "value", "limit", "ratio", "kept");
+    println!(
+        "{:<34} {:>7} {:>9} {:>15} {:>9} {:>6} {:>8}",
+        "case", "threads", "value", "quartiles", "limit", "ratio", "kept"
+    );
     let print = |records: &[paged_kv::bench::Record]| {
         for r in records.iter().filter(|r| r.implementation == "paged_kv") {
             let kept = format!("{}/{}", r.kept, r.kept + r.discarded);
+            let quartiles = format!("{:.1} - {:.1}", r.quartiles[0], r.quartiles[1]);
             println!(
-                "{:<34} {:>7} {:>9.1} {:>9.1} {:>6.2} {kept:>8}",
+                "{:<34} {:>7} {:>9.1} {quartiles:>15} {:>9.1} {:>6.2} {kept:>8}",
                 r.case, r.threads, r.value, r.limit, r.ratio
             );
         }

@@ -25,8 +25,11 @@ use super::tokens::{Next, TILE, Tokens};
 use crate::dtype::DType;
 use crate::storage::{PagesView, RowsView};
 
-/// Keys of one split: what one task reads at least, and what partial results are joined by.
-pub(super) const SPLIT: usize = 512;
+/// Keys of one split of a few queries: what one task reads at least, and what partial results are
+/// joined by. Also the keys whose places are looked up together.
+const SPLIT: usize = 512;
+/// Keys of one split of many queries, of which there are tasks enough: a multiple of `SPLIT`.
+const LONG_SPLIT: usize = 8 * SPLIT;
 /// From so many queries of a sequence on, it pays to pack tiles. More than anyone drafts, so that
 /// verifying drafts gives the bits of decoding.
 pub(crate) const PREFILL: usize = 16;
@@ -96,7 +99,12 @@ impl Block<'_> {
     /// The splits in which those keys lie.
     pub(crate) fn splits(&self, mask: Mask) -> Range<usize> {
         let seen = self.seen(mask);
-        if seen.is_empty() { 0..0 } else { seen.start / SPLIT..seen.end.div_ceil(SPLIT) }
+        if seen.is_empty() { 0..0 } else { seen.start / self.split()..seen.end.div_ceil(self.split()) }
+    }
+
+    /// Keys of one split.
+    fn split(&self) -> usize {
+        if self.prefill { LONG_SPLIT } else { SPLIT }
     }
 }
 
@@ -117,7 +125,7 @@ struct Pass<'a, S, T> {
     simd: S,
     call: &'a Call<'a>,
     block: &'a Block<'a>,
-    /// Keys of the split at hand that some query sees.
+    /// Keys at hand that some query sees, at most `SPLIT`.
     keys: Range<usize>,
     /// Rows of each KV head.
     rows: usize,
@@ -131,7 +139,7 @@ struct Pass<'a, S, T> {
     value_dim: usize,
     /// Where tiles are made ready first.
     ready: Option<Ready>,
-    /// Byte offsets of the split's tokens from the first page's.
+    /// Byte offsets of their tokens from the first page's.
     key_offsets: [usize; SPLIT],
     value_offsets: [usize; SPLIT],
     state: State,
@@ -223,15 +231,16 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
 
     /// Split by split, each from nothing, joined in order: as if each had been another task's.
     fn run(mut self, splits: Range<usize>) -> State {
-        let seen = self.block.seen(self.call.mask);
+        let (seen, long) = (self.block.seen(self.call.mask), self.block.split());
         let mut whole: Option<State> = None;
         for split in splits {
-            self.keys = seen.start.max(split * SPLIT)..seen.end.min((split + 1) * SPLIT);
-            if self.keys.is_empty() {
-                continue;
+            for start in (split * long..(split + 1) * long).step_by(SPLIT) {
+                self.keys = seen.start.max(start)..seen.end.min(start + SPLIT);
+                if !self.keys.is_empty() {
+                    self.locate();
+                    self.tiles();
+                }
             }
-            self.locate();
-            self.split();
             if let Some(whole) = &mut whole {
                 whole.merge(&self.state);
                 self.state.clear();
@@ -270,7 +279,7 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
     }
 
     /// Tile by tile, all heads of the block together, so that memory is read in order.
-    fn split(&mut self) {
+    fn tiles(&mut self) {
         let kv_heads = self.block.num_kv_heads;
         let tiles = self.keys.start / TILE..self.keys.end.div_ceil(TILE);
         let step = |i: usize| (tiles.start + i / kv_heads, i % kv_heads);

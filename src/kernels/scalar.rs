@@ -75,6 +75,10 @@ impl Simd for Scalar {
         if a < b { yes } else { no }
     }
     #[inline(always)]
+    fn any_less(self, a: f32, b: f32) -> bool {
+        a < b
+    }
+    #[inline(always)]
     fn sum(self, a: f32) -> f32 {
         a
     }

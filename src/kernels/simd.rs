@@ -53,6 +53,8 @@ pub(super) trait Simd: Copy + Send + Sync {
     fn scale_by_power(self, a: Self::F32, n: Self::F32) -> Self::F32;
     /// `yes` where `a < b`, `no` elsewhere (NaN included).
     fn select_less(self, a: Self::F32, b: Self::F32, yes: Self::F32, no: Self::F32) -> Self::F32;
+    /// Whether `a < b` in any lane.
+    fn any_less(self, a: Self::F32, b: Self::F32) -> bool;
     /// The sum of all lanes, always in the same order.
     fn sum(self, a: Self::F32) -> f32;
     /// The largest lane; NaN lanes may be passed over.
@@ -256,6 +258,9 @@ mod tests {
         let sum = (S::LANES * (S::LANES - 1) / 2) as f32;
         assert_eq!(sums, [S::LANES as f32, sum, 2.0 * S::LANES as f32, sum]);
         assert_eq!([simd.sum(vector), simd.max_lane(vector)], [sum, (S::LANES - 1) as f32]);
+        let last = simd.splat((S::LANES - 1) as f32);
+        assert!(!simd.any_less(last, vector) && simd.any_less(simd.sub(last, simd.splat(0.5)), vector));
+        assert!(!simd.any_less(vector, simd.splat(f32::NAN)));
         assert_eq!(lanes(simd, simd.scale_by_power(simd.splat(3.0), simd.splat(-2.0))), vec![0.75; S::LANES]);
     }
 

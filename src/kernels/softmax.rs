@@ -64,7 +64,12 @@ impl Row<'_> {
             // SAFETY: as above.
             unsafe { simd.store(scores.add(i), x) }
         }
-        let new_max = self.max.max(simd.max_lane(max));
+        let old_max = *self.max;
+        // Mostly not: the largest of many keys is seldom among the next few.
+        if simd.any_less(simd.splat(old_max), max) {
+            *self.max = old_max.max(simd.max_lane(max));
+        }
+        let new_max = *self.max;
         // Nothing but -inf so far: any finite reference leaves all weights 0 (and NaN, NaN).
         let reference = simd.splat(if new_max == f32::NEG_INFINITY { 0.0 } else { new_max });
         let mut sum = simd.splat(0.0);
@@ -76,16 +81,19 @@ impl Row<'_> {
                 simd.store(scores.add(i), weight);
             }
         }
-        let kept = rescale(*self.max, new_max);
-        *self.max = new_max;
-        *self.sum = *self.sum * kept + simd.sum(sum);
-        if kept < 1.0 {
-            let kept = simd.splat(kept);
-            for x in self.acc.chunks_exact_mut(S::LANES) {
-                // SAFETY: a chunk is one vector.
-                unsafe { simd.store(x.as_mut_ptr(), simd.mul(simd.load(x.as_ptr()), kept)) }
+        if old_max < new_max {
+            let kept = rescale(old_max, new_max);
+            // Nothing is 0 already.
+            if *self.sum != 0.0 {
+                let kept = simd.splat(kept);
+                for x in self.acc.chunks_exact_mut(S::LANES) {
+                    // SAFETY: a chunk is one vector.
+                    unsafe { simd.store(x.as_mut_ptr(), simd.mul(simd.load(x.as_ptr()), kept)) }
+                }
             }
+            *self.sum *= kept;
         }
+        *self.sum += simd.sum(sum);
     }
 }
 

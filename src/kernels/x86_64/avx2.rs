@@ -6,10 +6,10 @@ use std::arch::x86_64::{
     _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps, _mm256_and_si256, _mm256_andnot_ps, _mm256_blendv_ps,
     _mm256_castpd_ps, _mm256_castps_pd, _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_cmp_ps,
     _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32, _mm256_div_ps, _mm256_extractf128_ps,
-    _mm256_fmadd_ps, _mm256_hadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_mul_ps,
-    _mm256_or_ps, _mm256_permute2f128_ps, _mm256_round_ps, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_ps,
-    _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps, _mm256_unpackhi_pd, _mm256_unpackhi_ps,
-    _mm256_unpacklo_pd, _mm256_unpacklo_ps,
+    _mm256_fmadd_ps, _mm256_hadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_ps, _mm256_movemask_ps,
+    _mm256_mul_ps, _mm256_or_ps, _mm256_permute2f128_ps, _mm256_round_ps, _mm256_set1_epi32, _mm256_set1_ps,
+    _mm256_setr_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps, _mm256_unpackhi_pd,
+    _mm256_unpackhi_ps, _mm256_unpacklo_pd, _mm256_unpacklo_ps,
 };
 
 use half::{bf16, f16};
@@ -85,6 +85,12 @@ impl Simd for Avx2 {
     fn lane_numbers(self) -> __m256 {
         // SAFETY: `self` proves that the CPU has AVX.
         unsafe { _mm256_setr_ps(0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0) }
+    }
+
+    #[inline(always)]
+    fn any_less(self, a: __m256, b: __m256) -> bool {
+        // SAFETY: `self` proves that the CPU has AVX.
+        unsafe { _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_LT_OQ>(a, b)) != 0 }
     }
 
     #[inline(always)]

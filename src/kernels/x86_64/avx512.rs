@@ -91,6 +91,12 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn any_less(self, a: __m512, b: __m512) -> bool {
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe { _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b) != 0 }
+    }
+
+    #[inline(always)]
     fn sum(self, a: __m512) -> f32 {
         let mut sums = [0.0; 4];
         // SAFETY: four elements.
