@@ -66,7 +66,7 @@ asan: export RUSTC_BOOTSTRAP = 1
 asan: export RUSTFLAGS += -Zsanitizer=address
 asan: ## unit, property and stress tests under AddressSanitizer
 	$(CARGO) test --locked --target $(HOST) --target-dir target/asan --lib \
-		$(foreach test,cache field_cases pool property stress table,--test $(test)) -- --include-ignored --skip stopped::
+		$(foreach test,attention cache field_cases pool property stress table,--test $(test)) -- --include-ignored --skip stopped::
 
 stress: $(VENV)/.tools $(VENV)/.extension ## minutes of hammering from many threads, Rust and Python
 	$(CARGO) test --locked --release --test property --test stress -- --include-ignored
