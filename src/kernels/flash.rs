@@ -16,12 +16,12 @@ use half::{bf16, f16};
 
 use super::mask::Mask;
 use super::pack::{Pack, Widen};
-use super::rows::load_row;
+use super::query;
 use super::scratch::Scratch;
-use super::simd::{Simd, Stored, part_neighbours};
+use super::simd::{Simd, Stored};
 use super::state::State;
-use super::tile::{Keys, Tile, rows_of_group};
-use super::tokens::{Next, TILE, Tokens};
+use super::tile::{Keys, Tile};
+use super::tokens::{Later, Next, TILE, Tokens};
 use crate::dtype::DType;
 use crate::storage::{PagesView, RowsView};
 
@@ -192,24 +192,7 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
         let padded = key_dim != k.head_dim || value_dim != v.head_dim;
         let parted = (T::PARTED && !padded && !block.prefill).then_some(S::LANES);
 
-        let mut query = Scratch::zeros(rows * block.num_kv_heads * key_dim);
-        let mut row_of_query = Scratch::zeros(key_dim);
-        let (at_once, lanes) = (rows_of_group(rows), if block.prefill { 1 } else { S::LANES });
-        for row in 0..rows * block.num_kv_heads {
-            let (kv_head, rest) = (block.first_kv_head + row / rows, row % rows);
-            let (token, head) = (block.first_row + rest / group, kv_head * group + rest % group);
-            load_row(&call.query, token, head, &mut row_of_query[..head_dim]);
-            if let Some(lanes) = parted {
-                part_neighbours(&mut row_of_query, lanes);
-            }
-            // Of the rows that go through a tile together, vectors (or elements) of each take turns.
-            let (first, in_group) = (row - rest % at_once, rest % at_once);
-            let count = at_once.min(rows - (rest - in_group));
-            let into = query[first * key_dim..][..count * key_dim].chunks_exact_mut(lanes);
-            for (into, from) in into.skip(in_group).step_by(count).zip(row_of_query.chunks_exact(lanes)) {
-                into.copy_from_slice(from);
-            }
-        }
+        let query = query::load(simd, call, block, key_dim, parted);
 
         Self {
             simd,
@@ -317,11 +300,13 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
         let Some(ready) = &mut self.ready else {
             let (next_keys, next_values) = next.unzip();
             let next_keys = next_keys.map(|tokens| Next { tokens, part: 0, parts: 1 });
+            let keys = Keys::Stored(keys, next_keys);
             // SAFETY: offsets name slots of the pools, checked in `locate`, of dims that are whole
             // vectors here.
-            return unsafe { rows_of_head.attend(Keys::Stored(keys, next_keys), values, next_values) };
+            return unsafe { rows_of_head.attend(keys, values, next_values, None::<&Later<T>>) };
         };
         let (key_dim, value_dim) = (call.key_pages.layout().head_dim, call.value_pages.layout().head_dim);
+        let later = next.map(|(keys, values)| Later { keys, values, key_dim, value_dim });
         // SAFETY: offsets name slots of the pools, checked in `locate`, of these dims; buffers hold a
         // tile of whole vectors, and what is packed without one has whole vectors itself.
         unsafe {
@@ -342,7 +327,7 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
                 (None, Some(keys)) => Keys::Stored(keys, None),
                 (None, None) => unreachable!("tiles are packed, or padded"),
             };
-            rows_of_head.attend(keys, values, None);
+            rows_of_head.attend(keys, values, None, later.as_ref());
         }
     }
 }

@@ -15,6 +15,7 @@ mod mask;
 mod math;
 mod pack;
 mod product;
+mod query;
 mod rows;
 mod scalar;
 mod score;

@@ -8,7 +8,7 @@ use super::product::Product;
 use super::score::Score;
 use super::simd::{Job, Simd, Stored};
 use super::softmax::{Logit, Row};
-use super::tokens::{Next, TILE, Tokens};
+use super::tokens::{Later, Next, TILE, Tokens};
 
 /// Rows of queries that go through a tile together.
 const ROWS: usize = 6;
@@ -66,17 +66,21 @@ impl<S: Simd> Tile<'_, S> {
     /// # Safety
     /// - Every token of stored keys, and of `values`, is valid for reads of `key_dim` and
     ///   `value_dim`; so is `next`, or it is not there.
-    pub(super) unsafe fn attend<K: Stored, V: Stored>(
+    pub(super) unsafe fn attend<K: Stored, V: Stored, L>(
         &mut self,
         keys: Keys<K>,
         values: Tokens<V>,
         next: Option<Tokens<V>>,
+        later: Option<&Later<L>>,
     ) {
         let rows = self.max.len();
         let count = rows_of_group(rows);
         let parts = rows.div_ceil(count);
         for (part, row) in (0..rows).step_by(count).enumerate() {
             let keys = keys.asking_for(part, parts);
+            if let Some(later) = later {
+                later.prefetch(self.simd, part, parts);
+            }
             // SAFETY: the caller's promise; so many rows are left.
             unsafe {
                 match count.min(rows - row) {

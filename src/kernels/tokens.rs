@@ -8,7 +8,7 @@ use super::simd::Simd;
 pub(super) const TILE: usize = 64;
 
 /// Bytes that memory moves together.
-const CACHE_LINE: usize = 64;
+pub(super) const CACHE_LINE: usize = 64;
 
 /// Token `i` of the tile lies at `base + offsets[i]` bytes.
 #[derive(Clone, Copy)]
@@ -37,6 +37,29 @@ impl<'a, T> Next<'a, T> {
     pub(super) fn at(&self, token: usize, block: usize) -> Option<&Tokens<'a, T>> {
         // One part, as in most calls, needs no division.
         (self.parts == 1 || token / block % self.parts == self.part).then_some(&self.tokens)
+    }
+}
+
+/// A whole tile that will be needed next, asked for in as many parts as groups of rows pass by.
+#[derive(Clone, Copy)]
+pub(super) struct Later<'a, T> {
+    pub(super) keys: Tokens<'a, T>,
+    pub(super) values: Tokens<'a, T>,
+    pub(super) key_dim: usize,
+    pub(super) value_dim: usize,
+}
+
+impl<T> Later<'_, T> {
+    /// Asks for one of `parts`.
+    pub(super) fn prefetch<S: Simd>(&self, simd: S, part: usize, parts: usize) {
+        let line = CACHE_LINE / size_of::<T>();
+        for token in part * TILE / parts..(part + 1) * TILE / parts {
+            for (tokens, dim) in [(&self.keys, self.key_dim), (&self.values, self.value_dim)] {
+                for element in (0..dim).step_by(line) {
+                    simd.prefetch(tokens.at(token).wrapping_add(element).cast());
+                }
+            }
+        }
     }
 }
 
