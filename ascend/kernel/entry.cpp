@@ -1,0 +1,68 @@
+// The kernels and their plain C launchers. Under bisheng they go to the NPU's stream; under the emulation
+// (PAGED_KV_EMULATION) the same kernels run on the host before the launcher returns.
+#include "combine.h"
+#include "pages.h"
+#include "plan.h"
+
+#ifdef PAGED_KV_EMULATION
+#include "run.h"
+#define PAGED_KV_LAUNCH(KERNEL, BLOCKS, STREAM, ...) \
+    ((void)(STREAM), emu::launch(#KERNEL, BLOCKS, [&] { KERNEL(__VA_ARGS__); }))
+#else
+#define PAGED_KV_LAUNCH(KERNEL, BLOCKS, STREAM, ...) (KERNEL<<<BLOCKS, nullptr, STREAM>>>(__VA_ARGS__), 0)
+#endif
+
+using namespace paged_kv;
+
+extern "C" {
+
+__global__ __vector__ __aicore__ void paged_kv_decode(DecodeArrays arrays, DecodeTiling tiling) {
+    if (tiling.shape.dtype == FLOAT16) Decode<half>(arrays, tiling).Process();
+    else Decode<bfloat16_t>(arrays, tiling).Process();
+}
+
+__global__ __vector__ __aicore__ void paged_kv_combine(DecodeArrays arrays, DecodeTiling tiling) {
+    if (tiling.shape.dtype == FLOAT16) Combine<half>(arrays, tiling).Process();
+    else Combine<bfloat16_t>(arrays, tiling).Process();
+}
+
+__global__ __vector__ __aicore__ void paged_kv_write_pages(GM_ADDR key, GM_ADDR value, GM_ADDR key_pages,
+                                                           GM_ADDR value_pages, GM_ADDR slots, WriteTiling tiling) {
+    WritePages(key, value, key_pages, value_pages, slots, tiling).Process();
+}
+
+__global__ __vector__ __aicore__ void paged_kv_copy_pages(GM_ADDR key_pages, GM_ADDR value_pages, GM_ADDR copies,
+                                                          CopyTiling tiling) {
+    CopyPages(key_pages, value_pages, copies, tiling).Process();
+}
+
+// ---- the host's side: 0, or 1 and the reason in `error` ----
+
+int plan_decode(const Shape* shape, DecodeTiling* tiling, char* error, size_t size) {
+    return PlanDecode(*shape, *tiling, Refusal{error, size});
+}
+
+int plan_write_pages(uint32_t layout, WriteTiling* tiling, char* error, size_t size) {
+    return PlanWrite(layout, *tiling, Refusal{error, size});
+}
+
+// Where there are splits, the combine follows on the same stream: its order is all the synchronisation needed.
+int call_decode(uint32_t blocks, void* stream, const DecodeArrays* arrays, const DecodeTiling* tiling) {
+    if (PAGED_KV_LAUNCH(paged_kv_decode, blocks, stream, *arrays, *tiling)) return 1;
+    if (tiling->num_splits == 1) return 0;
+    return PAGED_KV_LAUNCH(paged_kv_combine, blocks, stream, *arrays, *tiling);
+}
+
+int call_write_pages(uint32_t blocks, void* stream, GM_ADDR key, GM_ADDR value, GM_ADDR key_pages,
+                     GM_ADDR value_pages, GM_ADDR slots, const WriteTiling* tiling) {
+    return PAGED_KV_LAUNCH(paged_kv_write_pages, blocks, stream, key, value, key_pages, value_pages, slots, *tiling);
+}
+
+// Keys and values have pages of the same size, a multiple of 32 bytes.
+int call_copy_pages(uint32_t blocks, void* stream, GM_ADDR key_pages, GM_ADDR value_pages, GM_ADDR copies,
+                    uint32_t num_copies, uint64_t page_bytes) {
+    constexpr uint32_t CHUNK = 65536;
+    const CopyTiling tiling{num_copies, page_bytes < CHUNK ? uint32_t(page_bytes) : CHUNK, page_bytes};
+    return PAGED_KV_LAUNCH(paged_kv_copy_pages, blocks, stream, key_pages, value_pages, copies, tiling);
+}
+}
