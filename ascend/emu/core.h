@@ -216,7 +216,8 @@ struct Core {
             if ((cell.writer >= 0 && cell.writer != me) || foreign_read)
                 fail(rule::GM_RACE, at, "block %d uses it too", foreign_read ? cell.reader : cell.writer);
             if (cell.writer == me && pipe == SCALAR) fail(rule::GM_STALE, at, "the kernel wrote this address");
-            if (cell.writer == me && cell.write.time != time && !ordered(pipe, cell.write.pipe, cell.write.time))
+            const bool same = cell.write.pipe == pipe && cell.write.time == time;
+            if (cell.writer == me && !same && !ordered(pipe, cell.write.pipe, cell.write.time))
                 fail(writes ? rule::RACE_WAW : rule::RACE_RAW, at, "global memory, after pipe %s",
                      PIPE_NAMES[cell.write.pipe]);
             if (writes && cell.reader == me && !ordered(pipe, cell.read.pipe, cell.read.time))
