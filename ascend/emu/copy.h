@@ -21,6 +21,7 @@ struct DataCopyExtParams {
 
 template <typename T>
 struct DataCopyPadExtParams {
+    DataCopyPadExtParams() : isPad(false), leftPadding(0), rightPadding(0), paddingValue() {}
     DataCopyPadExtParams(bool pad, uint8_t left, uint8_t right, T value)
         : isPad(pad), leftPadding(left), rightPadding(right), paddingValue(value) {}
     bool isPad;

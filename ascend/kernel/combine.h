@@ -82,7 +82,6 @@ private:
             }
             Then();
             Add(sums, sums, part, int32_t(size));
-            Then();
             parts.FreeTensor(part);
         }
         Store(pair, splits != 0);
@@ -104,8 +103,8 @@ private:
             Cast(o, sums, RoundMode::CAST_RINT, int32_t(size));
             Then();
         } else {
-            Duplicate(o, T(0.0F), int32_t(size));
-            Duplicate(logs, -INFINITY, int32_t(lanes));
+            Clear(o, size);
+            Duplicate(logs, MINUS_INFINITY, int32_t(lanes));
         }
         outs.EnQue(o);
         lses.EnQue(logs);

@@ -10,6 +10,7 @@ using namespace AscendC;
 
 // Stands for minus infinity where a difference of two must not be NaN; its exponential is 0.
 constexpr float LOWEST = -1e30F;
+constexpr float MINUS_INFINITY = -__builtin_huge_valf();
 constexpr uint32_t REPEAT = 64;  // floats in a repeat
 
 __aicore__ inline uint32_t Min(uint32_t a, uint32_t b) { return a < b ? a : b; }
@@ -41,6 +42,12 @@ __aicore__ inline void ByFactor(const LocalTensor<float>& dst, const LocalTensor
 template <typename T>
 __aicore__ inline void Spread(const LocalTensor<T>& blocks, const LocalTensor<T>& values, uint32_t count) {
     Brcb(blocks, values, count / 8, BrcbRepeatParams(1, 8));
+}
+
+// The first `count` elements, of 16 bits: all bits 0 is 0 in each of the types.
+template <typename T>
+__aicore__ inline void Clear(const LocalTensor<T>& tensor, uint32_t count) {
+    Duplicate(tensor.template ReinterpretCast<int16_t>(), int16_t(0), int32_t(count));
 }
 
 template <typename T>

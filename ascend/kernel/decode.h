@@ -100,7 +100,6 @@ private:
         Duplicate(total, 0.0F, int32_t(lanes));
         Duplicate(part, 0.0F, int32_t(2 * lanes));
         Duplicate(sums, 0.0F, int32_t(group * t.rows * dim));
-        Then();
         Load(key, begin, Min(t.tile_tokens, end - begin));
         for (uint32_t token = begin; token < end; token += t.tile_tokens) {
             const uint32_t count = Min(t.tile_tokens, end - token), next = token + t.tile_tokens;
@@ -130,14 +129,13 @@ private:
             q_ = wideQueryBuffer.template Get<float>();
             Cast(q_, heldQuery, RoundMode::CAST_NONE, int32_t(group * dim));
             queries.FreeTensor(heldQuery);
-            Then();
         }
     }
 
     // Keys or values of `count` tokens from `token` on, page by page.
     __aicore__ inline void Load(const GlobalTensor<T>& pages, uint32_t token, uint32_t count) {
         LocalTensor<T> tile = tiles.template AllocTensor<T>();
-        const DataCopyPadExtParams<T> unpadded(false, 0, 0, T(0.0F));
+        const DataCopyPadExtParams<T> unpadded;
         for (uint32_t done = 0; done < count;) {
             const uint32_t position = token + done, offset = position % t.shape.page_size;
             const uint32_t rows = Min(count - done, t.shape.page_size - offset);
@@ -160,7 +158,7 @@ private:
             SetFlag<HardEvent::S_MTE2>(EVENT_ID0);  // the scalar unit has read the last chunk: MTE2 may replace it
             WaitFlag<HardEvent::S_MTE2>(EVENT_ID0);
             DataCopyPad(tableChunk, table[uint64_t(sequence) * t.shape.table_width + index], OneBlock<int32_t>(count),
-                        DataCopyPadExtParams<int32_t>(false, 0, 0, 0));
+                        DataCopyPadExtParams<int32_t>());
             SetFlag<HardEvent::MTE2_S>(EVENT_ID0);  // MTE2 has brought the chunk: the scalar unit may read it
             WaitFlag<HardEvent::MTE2_S>(EVENT_ID0);
         }
@@ -169,7 +167,8 @@ private:
 
     // ---- arithmetic ----
 
-    // The tile as it is multiplied: itself, or cast into panels [dim / 64][tile_tokens][64].
+    // The tile as it is multiplied: itself, or cast into panels [dim / 64][tile_tokens][64]. Whoever multiplies has
+    // a barrier to wait at anyway, so there is none here.
     __aicore__ inline LocalTensor<C> Multipliable(const LocalTensor<T>& tile, uint32_t tokens) {
         if constexpr (DIRECT) {
             return tile;
@@ -178,7 +177,6 @@ private:
             for (uint32_t d = 0; d < dim; d += REPEAT)
                 Cast(wide[d * t.tile_tokens], tile[d], RoundMode::CAST_NONE, uint64_t(Min(REPEAT, dim - d)),
                      tokens, UnaryRepeatParams(1, 1, 8, dim / 16));
-            Then();
             return wide;
         }
     }
@@ -186,7 +184,7 @@ private:
     __aicore__ inline void Scores(const LocalTensor<T>& keys, uint32_t count) {
         const uint32_t padded = RoundUp(count, 8);  // whole repeats; what lies beyond `count` is overwritten below
         if (padded > count) {
-            Duplicate(keys[count * dim], T(0.0F), int32_t((padded - count) * dim));
+            Clear(keys[count * dim], (padded - count) * dim);
             Then();
         }
         const LocalTensor<C> k = Multipliable(keys, padded);
@@ -340,10 +338,10 @@ private:
     // A sequence without tokens.
     __aicore__ inline void Nothing(uint32_t pair) {
         LocalTensor<T> o = outs.template AllocTensor<T>();
-        Duplicate(o, T(0.0F), int32_t(group * dim));
+        Clear(o, group * dim);
         outs.EnQue(o);
         LocalTensor<float> logs = lses.template AllocTensor<float>();
-        Duplicate(logs, -INFINITY, int32_t(lanes));
+        Duplicate(logs, MINUS_INFINITY, int32_t(lanes));
         lses.EnQue(logs);
         Store(pair);
     }

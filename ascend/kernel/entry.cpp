@@ -12,16 +12,20 @@
 #define PAGED_KV_LAUNCH(KERNEL, BLOCKS, STREAM, ...) (KERNEL<<<BLOCKS, nullptr, STREAM>>>(__VA_ARGS__), 0)
 #endif
 
-using namespace paged_kv;
-
+namespace paged_kv {
 extern "C" {
 
-__global__ __vector__ __aicore__ void paged_kv_decode(DecodeArrays arrays, DecodeTiling tiling) {
+__global__ __vector__ __aicore__ void paged_kv_decode(GM_ADDR query, GM_ADDR key_pages, GM_ADDR value_pages,
+                                                      GM_ADDR block_table, GM_ADDR seq_lens, GM_ADDR out, GM_ADDR lse,
+                                                      GM_ADDR partial_out, GM_ADDR partial_lse, DecodeTiling tiling) {
+    const DecodeArrays arrays{query, key_pages, value_pages, block_table, seq_lens, out, lse, partial_out, partial_lse};
     if (tiling.shape.dtype == FLOAT16) Decode<half>(arrays, tiling).Process();
     else Decode<bfloat16_t>(arrays, tiling).Process();
 }
 
-__global__ __vector__ __aicore__ void paged_kv_combine(DecodeArrays arrays, DecodeTiling tiling) {
+__global__ __vector__ __aicore__ void paged_kv_combine(GM_ADDR seq_lens, GM_ADDR out, GM_ADDR lse, GM_ADDR partial_out,
+                                                       GM_ADDR partial_lse, DecodeTiling tiling) {
+    const DecodeArrays arrays{nullptr, nullptr, nullptr, nullptr, seq_lens, out, lse, partial_out, partial_lse};
     if (tiling.shape.dtype == FLOAT16) Combine<half>(arrays, tiling).Process();
     else Combine<bfloat16_t>(arrays, tiling).Process();
 }
@@ -48,9 +52,13 @@ int plan_write_pages(uint32_t layout, WriteTiling* tiling, char* error, size_t s
 
 // Where there are splits, the combine follows on the same stream: its order is all the synchronisation needed.
 int call_decode(uint32_t blocks, void* stream, const DecodeArrays* arrays, const DecodeTiling* tiling) {
-    if (PAGED_KV_LAUNCH(paged_kv_decode, blocks, stream, *arrays, *tiling)) return 1;
+    const DecodeArrays& a = *arrays;
+    if (PAGED_KV_LAUNCH(paged_kv_decode, blocks, stream, a.query, a.key_pages, a.value_pages, a.block_table, a.seq_lens,
+                        a.out, a.lse, a.partial_out, a.partial_lse, *tiling))
+        return 1;
     if (tiling->num_splits == 1) return 0;
-    return PAGED_KV_LAUNCH(paged_kv_combine, blocks, stream, *arrays, *tiling);
+    return PAGED_KV_LAUNCH(paged_kv_combine, blocks, stream, a.seq_lens, a.out, a.lse, a.partial_out, a.partial_lse,
+                           *tiling);
 }
 
 int call_write_pages(uint32_t blocks, void* stream, GM_ADDR key, GM_ADDR value, GM_ADDR key_pages,
@@ -65,4 +73,5 @@ int call_copy_pages(uint32_t blocks, void* stream, GM_ADDR key_pages, GM_ADDR va
     const CopyTiling tiling{num_copies, page_bytes < CHUNK ? uint32_t(page_bytes) : CHUNK, page_bytes};
     return PAGED_KV_LAUNCH(paged_kv_copy_pages, blocks, stream, key_pages, value_pages, copies, tiling);
 }
-}
+}  // extern "C"
+}  // namespace paged_kv

@@ -12,8 +12,6 @@ constexpr uint32_t N = 256;  // elements of each array
 struct Arrays {
     float* in;
     float* out;
-    half* halves;
-    bfloat16_t* brains;
 };
 Arrays arrays;
 
@@ -24,15 +22,13 @@ struct Bench {
     TQue<TPosition::VECOUT, 1> out;
     TBuf<TPosition::VECCALC> spare;
     GlobalTensor<float> source, target;
-    GlobalTensor<half> halves;
 
-    explicit Bench(uint8_t buffers = 1) {
-        pipe.InitBuffer(in, buffers, N * 4);
+    Bench() {
+        pipe.InitBuffer(in, 1, N * 4);
         pipe.InitBuffer(out, 1, N * 4);
         pipe.InitBuffer(spare, N * 4);
         source.SetGlobalBuffer(arrays.in);
         target.SetGlobalBuffer(arrays.out);
-        halves.SetGlobalBuffer(arrays.halves);
     }
     LocalTensor<float> load() {
         LocalTensor<float> x = in.AllocTensor<float>();

@@ -73,15 +73,25 @@ class RefusedError(Exception):
 
 
 @functools.cache
-def build(source: str, *flags: str) -> ctypes.CDLL:
+def build(source: str, *flags: str, root: Path = ASCEND) -> ctypes.CDLL:
     """Compile a file of ascend/ into a shared library and load it; a missing compiler is an error."""
     compiler = os.environ.get("CXX", "g++")
     assert shutil.which(compiler), f"{compiler}: a C++ compiler is needed to test the Ascend kernels; set CXX"
     folder = Path(tempfile.mkdtemp(prefix="paged-kv-ascend-"))
     try:
         target = folder / "kernels.so"
-        includes = [f"-I{ASCEND / name}" for name in ("emu", "kernel")]
-        command = [compiler, *(flags or ["-O2"]), *FLAGS, *includes, str(ASCEND / source), "-o", str(target)]
+        includes = [f"-I{root / name}" for name in ("emu", "kernel")]
+        extra = os.environ.get("ASCEND_CXXFLAGS", "").split()
+        command = [
+            compiler,
+            *(flags or ["-O2"]),
+            *FLAGS,
+            *extra,
+            *includes,
+            str(root / source),
+            "-o",
+            str(target),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         library = ctypes.CDLL(str(target))
