@@ -15,7 +15,7 @@ SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find src -name '*.rs')
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test fmt lint lint-rust lint-python test-rust test-python loom loom-quick asan stress mutants bench stubs docs wheel clean
+.PHONY: help demo test fmt lint lint-rust lint-python test-rust test-python loom loom-quick asan stress mutants bench ascend-cost stubs docs wheel clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -87,6 +87,9 @@ bench: $(VENV)/.tools $(VENV)/.extension ## measure, each figure beside the mach
 	$(BIN)/paged-kv bench attention
 	$(BIN)/paged-kv bench pool
 	$(BIN)/paged-kv bench cache
+
+ascend-cost: $(VENV)/.tools $(VENV)/.extension ## count what the Ascend kernels take per token and head
+	$(BIN)/python tests/python/ascend_cost.py
 
 stubs: $(VENV)/.tools $(VENV)/.extension ## compare the hand-written stub with the extension
 	$(BIN)/python -m mypy.stubtest paged_kv._core --mypy-config-file pyproject.toml
