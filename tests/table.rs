@@ -84,9 +84,11 @@ impl World {
 fn tokens_stay_where_they_are_put_as_a_sequence_grows() {
     let mut world = World::new(64, 4);
     let sequence = world.tables.sequence(&[]);
+    assert!(sequence.is_empty().unwrap());
     let mut expected = Vec::new();
     for n in [1, 3, 4, 9, 40] {
         expected.extend(world.decode(&sequence, n));
+        assert!(!sequence.is_empty().unwrap());
         assert_eq!(world.read(&sequence), expected);
         world.tables.validate().unwrap();
     }
