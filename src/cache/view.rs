@@ -76,7 +76,7 @@ impl TableArrays {
         let mut block_table = buffers.take(batch.items().len() * max_pages);
         for (i, (item, row)) in batch.items().zip(block_table.chunks_exact_mut(max_pages.max(1))).enumerate()
         {
-            let (pages, rest) = row.split_at_mut(item.seq_len().div_ceil(page_size) as usize);
+            let (pages, rest) = row.split_at_mut(pages(item, page_size));
             batch.copy_row(i, pages);
             rest.fill(pad);
         }
@@ -84,15 +84,19 @@ impl TableArrays {
     }
 }
 
+/// Pages that a sequence's tokens need.
+fn pages(item: BatchItem, page_size: u32) -> usize {
+    item.seq_len().div_ceil(page_size) as usize
+}
+
 /// Pages of all sequences, a shared one as often as it is shared.
 pub(super) fn total_pages(batch: &TableBatch, page_size: u32) -> usize {
-    batch.items().map(|item| item.seq_len().div_ceil(page_size) as usize).sum()
+    batch.items().map(|item| pages(item, page_size)).sum()
 }
 
 /// Pages of the longest sequence.
 pub(super) fn max_pages(batch: &TableBatch, page_size: u32) -> usize {
-    let longest = batch.items().map(|item| item.seq_len()).max().unwrap_or(0);
-    longest.div_ceil(page_size) as usize
+    batch.items().map(|item| pages(item, page_size)).max().unwrap_or(0)
 }
 
 impl TokenArrays {
@@ -118,14 +122,14 @@ impl TokenArrays {
 
 impl CsrArrays {
     pub(super) fn new(batch: &TableBatch, page_size: u32, buffers: &Buffers) -> Self {
-        let pages = |item: BatchItem| item.seq_len().div_ceil(page_size) as usize;
         let mut indices = buffers.take(total_pages(batch, page_size));
         let mut indptr = vec![0];
         let mut rest = indices.as_mut_slice();
         for (i, item) in batch.items().enumerate() {
-            let row = rest.split_off_mut(..pages(item)).expect("the sum of all");
+            let pages = pages(item, page_size);
+            let row = rest.split_off_mut(..pages).expect("the sum of all");
             batch.copy_row(i, row);
-            indptr.push(indptr[i] + pages(item) as i32);
+            indptr.push(indptr[i] + pages as i32);
         }
         let last_page_len = batch.items().map(|item| last_page_len(item.seq_len(), page_size) as i32);
         Self { indptr, last_page_len: last_page_len.collect(), indices }

@@ -19,8 +19,8 @@ impl<T> OnceBox<T> {
     pub fn get(&self) -> Option<&T> {
         // Acquire: pairs with the Release in `get_or_make`, so that the value is seen whole.
         let pointer = self.pointer.load(Ordering::Acquire);
-        // SAFETY: a non-null pointer came from `Box::into_raw` below and is freed only by `drop`,
-        // which has `&mut self`; nobody gets a `&mut T`.
+        // SAFETY: a non-null pointer came from `Box::into_raw` below and is taken out only by
+        // `take`, which has `&mut self`; nobody gets a `&mut T`.
         unsafe { pointer.as_ref() }
     }
 
@@ -48,9 +48,7 @@ impl<T> OnceBox<T> {
         // SAFETY: as in `get`.
         unsafe { &*shared }
     }
-}
 
-impl<T> OnceBox<T> {
     /// Takes the value out, if it was made; the box is empty then.
     pub fn take(&mut self) -> Option<T> {
         // Relaxed: `&mut self` orders this after every other use.
