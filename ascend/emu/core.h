@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -55,11 +56,34 @@ struct GmCell {
     int32_t writer = -1, reader = -1;  // blocks
 };
 
+// A cell for 4 bytes, made where a kernel touches them: a device's memory is large.
+class GmCells {
+public:
+    explicit GmCells(uint64_t bytes) : chunks_(bytes / (4 * CHUNK) + 1) {}
+
+    GmCell& operator[](uint64_t cell) {
+        std::unique_ptr<Chunk>& chunk = chunks_[cell / CHUNK];
+        if (!chunk) chunk = std::make_unique<Chunk>(), touched_.push_back(cell / CHUNK);
+        return (*chunk)[cell % CHUNK];
+    }
+
+    void clear() {
+        for (uint64_t chunk : touched_) chunks_[chunk].reset();
+        touched_.clear();
+    }
+
+private:
+    static constexpr uint64_t CHUNK = 256;
+    using Chunk = std::array<GmCell, CHUNK>;
+    std::vector<std::unique_ptr<Chunk>> chunks_;
+    std::vector<uint64_t> touched_;
+};
+
 struct Region {
     uint8_t* base;
     uint64_t bytes;
     bool writable;
-    std::vector<GmCell> cells;  // one for 4 bytes, of writable regions only
+    GmCells cells;  // of writable regions only
 };
 
 enum BufferState : uint8_t { FREE, ALLOCATED, ENQUEUED, DEQUEUED, RESIDENT };
@@ -195,6 +219,10 @@ struct Core {
     }
 
     // ---- global memory ----
+
+    void add_region(void* address, uint64_t bytes, bool writable) {
+        regions.push_back({static_cast<uint8_t*>(address), bytes, writable, GmCells(writable ? bytes : 0)});
+    }
 
     Region& region(const void* address, uint64_t bytes, Where at) {
         const auto* byte = static_cast<const uint8_t*>(address);

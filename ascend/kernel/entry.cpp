@@ -1,13 +1,13 @@
 // The kernels and their plain C launchers. Under bisheng they go to the NPU's stream; under the emulation
-// (PAGED_KV_EMULATION) the same kernels run on the host before the launcher returns.
+// (PAGED_KV_EMULATION) the same kernels run on the host: without a stream before the launcher returns, else when a
+// stream of the fake runtime comes to them.
 #include "combine.h"
 #include "pages.h"
 #include "plan.h"
 
 #ifdef PAGED_KV_EMULATION
 #include "run.h"
-#define PAGED_KV_LAUNCH(KERNEL, BLOCKS, STREAM, ...) \
-    ((void)(STREAM), emu::launch(#KERNEL, BLOCKS, [&] { KERNEL(__VA_ARGS__); }))
+#define PAGED_KV_LAUNCH(KERNEL, BLOCKS, STREAM, ...) emu::submit(STREAM, #KERNEL, BLOCKS, KERNEL, __VA_ARGS__)
 #else
 #define PAGED_KV_LAUNCH(KERNEL, BLOCKS, STREAM, ...) (KERNEL<<<BLOCKS, nullptr, STREAM>>>(__VA_ARGS__), 0)
 #endif
@@ -40,6 +40,13 @@ __global__ __vector__ __aicore__ void paged_kv_copy_pages(GM_ADDR key_pages, GM_
     CopyPages(key_pages, value_pages, copies, tiling).Process();
 }
 
+#ifdef PAGED_KV_EMULATION
+EMU_ENTRY(paged_kv_decode)
+EMU_ENTRY(paged_kv_combine)
+EMU_ENTRY(paged_kv_write_pages)
+EMU_ENTRY(paged_kv_copy_pages)
+#endif
+
 // ---- the host's side: 0, or 1 and the reason in `error` ----
 
 int plan_decode(const Shape* shape, DecodeTiling* tiling, char* error, size_t size) {
@@ -50,13 +57,14 @@ int plan_write_pages(uint32_t layout, WriteTiling* tiling, char* error, size_t s
     return PlanWrite(layout, *tiling, Refusal{error, size});
 }
 
+// ---- launchers: 0, or why nothing was launched ----
+
 // Where there are splits, the combine follows on the same stream: its order is all the synchronisation needed.
 int call_decode(uint32_t blocks, void* stream, const DecodeArrays* arrays, const DecodeTiling* tiling) {
     const DecodeArrays& a = *arrays;
-    if (PAGED_KV_LAUNCH(paged_kv_decode, blocks, stream, a.query, a.key_pages, a.value_pages, a.block_table, a.seq_lens,
-                        a.out, a.lse, a.partial_out, a.partial_lse, *tiling))
-        return 1;
-    if (tiling->num_splits == 1) return 0;
+    const int refused = PAGED_KV_LAUNCH(paged_kv_decode, blocks, stream, a.query, a.key_pages, a.value_pages,
+                                        a.block_table, a.seq_lens, a.out, a.lse, a.partial_out, a.partial_lse, *tiling);
+    if (refused || tiling->num_splits == 1) return refused;
     return PAGED_KV_LAUNCH(paged_kv_combine, blocks, stream, a.seq_lens, a.out, a.lse, a.partial_out, a.partial_lse,
                            *tiling);
 }

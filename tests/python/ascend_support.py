@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paged_kv.ascend.tiling import DTYPES, LAYOUTS, DecodeArrays, DecodeTiling, Shape, fields
+
 ROOT = Path(__file__).parents[2]
 ASCEND = ROOT / "ascend"
 
@@ -23,45 +26,13 @@ FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-DPAG
 Array = npt.NDArray[Any]
 
 
-def structure(name: str, fields: str) -> type[ctypes.Structure]:
-    """Make a ctypes structure of `type name` pairs."""
-    types = {"u32": ctypes.c_uint32, "i32": ctypes.c_int32, "u64": ctypes.c_uint64, "f32": ctypes.c_float}
-    pairs = [field.split() for field in fields.split(",")]
-    return type(name, (ctypes.Structure,), {"_fields_": [(label, types[kind]) for kind, label in pairs]})
+class Counters(ctypes.Structure):
+    """What the emulation counts."""
 
-
-Shape = structure(
-    "Shape",
-    "u32 batch, u32 num_heads, u32 num_kv_heads, u32 head_dim, u32 page_size, u32 table_width, u32 dtype,"
-    "u32 layout, u32 max_len, u32 num_splits, u32 num_cores, i32 window_left, f32 scale, f32 soft_cap",
-)
-
-
-class DecodeTiling(ctypes.Structure):
-    """`DecodeTiling` of ascend/kernel/tiling.h."""
-
-    _fields_ = (
-        ("shape", Shape),
-        *((name, ctypes.c_uint32) for name in ["group", "lanes_group", "tile_tokens", "score_width", "rows"]),
-        *(
-            (name, ctypes.c_uint32)
-            for name in ["num_splits", "split_tokens", "table_chunk", "ub_bytes", "padding"]
-        ),
-        *((name, ctypes.c_uint64) for name in ["page_stride", "head_stride", "token_stride"]),
+    _fields_ = fields(
+        "u64 vector_instructions vector_repeats barriers copies_in bytes_in copies_out bytes_out",
+        "u64 scalar_reads ub_bytes",
     )
-
-
-WriteTiling = structure(
-    "WriteTiling",
-    "u32 num_tokens, u32 num_kv_heads, u32 head_dim, u32 page_size, u32 tile_tokens, u32 ub_bytes,"
-    "u64 page_stride, u64 head_stride, u64 token_stride",
-)
-Counters = structure(
-    "Counters",
-    "u64 vector_instructions, u64 vector_repeats, u64 barriers, u64 copies_in, u64 bytes_in, u64 copies_out,"
-    "u64 bytes_out, u64 scalar_reads, u64 ub_bytes",
-)
-assert [ctypes.sizeof(s) for s in (Shape, DecodeTiling, WriteTiling)] == [56, 120, 48]  # as tiling.h asserts
 
 
 class RefusedError(Exception):
@@ -73,30 +44,37 @@ class RefusedError(Exception):
 
 
 @functools.cache
-def build(source: str, *flags: str, root: Path = ASCEND) -> ctypes.CDLL:
-    """Compile a file of ascend/ into a shared library and load it; a missing compiler is an error."""
+def compiled(source: str, *options: str, root: Path = ASCEND, name: str = "kernels.so") -> Path:
+    """Compile a file of ascend/ into a shared library, unless that was done before with the same text.
+
+    A missing compiler is an error.
+    """
     compiler = os.environ.get("CXX", "g++")
     assert shutil.which(compiler), f"{compiler}: a C++ compiler is needed to test the Ascend kernels; set CXX"
-    folder = Path(tempfile.mkdtemp(prefix="paged-kv-ascend-"))
-    try:
-        target = folder / "kernels.so"
-        includes = [f"-I{root / name}" for name in ("emu", "kernel")]
-        extra = os.environ.get("ASCEND_CXXFLAGS", "").split()
-        command = [
-            compiler,
-            *(flags or ["-O2"]),
-            *FLAGS,
-            *extra,
-            *includes,
-            str(root / source),
-            "-o",
-            str(target),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
+    extra = os.environ.get("ASCEND_CXXFLAGS", "").split()
+    includes = [f"-I{root / folder}" for folder in ("emu", "kernel")]
+    first, last = (
+        tuple(o for o in options if o.startswith(("-l", "-L", "-Wl")) is late) for late in (False, True)
+    )
+    command = [compiler, *(first or ["-O2"]), *FLAGS, *extra, *includes, str(root / source), *last]
+    digest = hashlib.sha256(repr((command, subprocess.check_output([compiler, "--version"]))).encode())
+    for file in sorted(path for path in root.rglob("*") if path.is_file()):
+        digest.update(file.read_bytes())
+    target = ROOT / "target" / "ascend" / digest.hexdigest()[:16] / name
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        fresh = Path(folder) / target.name
+        done = subprocess.run([*command, "-o", str(fresh)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        library = ctypes.CDLL(str(target))
-    finally:
-        shutil.rmtree(folder)  # what is loaded stays mapped
+        fresh.replace(target)  # in one step: another process may be building it too
+    return target
+
+
+def loaded(path: Path) -> ctypes.CDLL:
+    """Load a library with the emulation in it."""
+    library = ctypes.CDLL(str(path))
     for name in ("emu_rule", "emu_message"):
         getattr(library, name).restype = ctypes.c_char_p
     library.emu_counters.restype = ctypes.POINTER(Counters)
@@ -104,9 +82,28 @@ def build(source: str, *flags: str, root: Path = ASCEND) -> ctypes.CDLL:
     return library
 
 
+def build(source: str, *options: str, root: Path = ASCEND) -> ctypes.CDLL:
+    """Compile and load a file with kernels."""
+    return loaded(compiled(source, *options, root=root))
+
+
+def fake_runtime() -> Path:
+    """Build the fake libascendcl; return the folder that stands for ``$ASCEND_HOME_PATH/lib64``."""
+    options = ("-O1", "-pthread", "-Wl,-soname,libascendcl.so", "-ldl")
+    return compiled("fake_acl/libascendcl.cpp", *options, name="lib64/libascendcl.so").parent
+
+
+def kernel_library() -> Path:
+    """Build the kernels, linked with the fake runtime for launches onto streams."""
+    folder = fake_runtime()
+    options = (f"-L{folder}", f"-Wl,--no-as-needed,-rpath,{folder}", "-lascendcl")
+    return compiled("kernel/entry.cpp", *options)
+
+
+@functools.cache
 def kernels() -> ctypes.CDLL:
     """Build and load the kernels."""
-    return build("kernel/entry.cpp")
+    return loaded(kernel_library())
 
 
 def address(array: Array) -> ctypes.c_void_p:
@@ -134,9 +131,6 @@ def planned(name: str, *arguments: Any) -> None:
     text = ctypes.create_string_buffer(512)
     if getattr(kernels(), name)(*arguments, text, ctypes.c_size_t(len(text))):
         raise RefusedError(text.value.decode())
-
-
-DTYPES = {"float16": 0, "bfloat16": 1}
 
 
 def plan_decode(**fields: Any) -> DecodeTiling:
@@ -184,7 +178,7 @@ def decode(
         page_size=page_size,
         table_width=block_table.shape[1],
         dtype=DTYPES[query.dtype.name],
-        layout=["HND", "NHD"].index(layout),
+        layout=LAYOUTS[layout],
         max_len=int(seq_lens.max(initial=0)),
         num_splits=num_splits,
         num_cores=40,
@@ -199,8 +193,14 @@ def decode(
     partial_lse = np.full((parts, tiling.lanes_group), np.nan, np.float32)
     reads = [query, key_pages, value_pages, block_table, seq_lens]
     writes = [out, lse, partial_out, partial_lse]
-    arrays = (ctypes.c_void_p * 9)(*[array.ctypes.data for array in reads + writes])
+    arrays = DecodeArrays(*[array.ctypes.data for array in reads + writes])
     counters = call(
-        "call_decode", reads, writes, ctypes.c_uint32(num_blocks), None, arrays, ctypes.byref(tiling)
+        "call_decode",
+        reads,
+        writes,
+        ctypes.c_uint32(num_blocks),
+        None,
+        ctypes.byref(arrays),
+        ctypes.byref(tiling),
     )
     return Decoded(out, lse, tiling, counters)

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pytest
 
 import paged_kv
-from ascend_support import RefusedError, WriteTiling, address, call, planned
+from ascend_support import RefusedError, address, call, planned
+from paged_kv.ascend.tiling import WriteTiling
 
 Array = npt.NDArray[Any]
 LAYOUTS = ["HND", "NHD"]

@@ -1,0 +1,288 @@
+"""One device: its context in whatever thread, its memory and streams, and what made it unusable."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+from paged_kv.ascend import acl as table
+from paged_kv.ascend.errors import FATAL, DeviceError, unavailable
+from paged_kv.ascend.runtime import check_fork, is_forked, runtime
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from paged_kv.ascend.acl import Acl
+    from paged_kv.ascend.runtime import Runtime
+    from paged_kv.ascend.stream import Stream
+
+__all__ = ["Device", "Handle", "MemoryInfo", "open_device"]
+
+logger = logging.getLogger("paged_kv.ascend")
+
+
+class MemoryInfo(NamedTuple):
+    """Bytes of a device's memory."""
+
+    free: int
+    total: int
+
+
+def open_device(index: int = 0) -> Device:
+    """Open a device, or return it as it is open.
+
+    Parameters
+    ----------
+    index : int
+        Its number among those that the process sees.
+
+    Returns
+    -------
+    Device
+        The same object for the same number, until it is closed.
+
+    Raises
+    ------
+    UnavailableError
+        There is no CANN runtime.
+    DeviceError
+        There is no such device, or it can't be opened.
+    """
+    process = runtime()
+    with process.opening:
+        if process.closed:
+            raise unavailable("the runtime is being shut down")
+        found = process.devices.get(index)
+        if found is None:
+            found = process.devices[index] = Device(process, index)
+        return found
+
+
+class Device:
+    """An open device; see :func:`paged_kv.ascend.open_device`. All methods may be called from any thread.
+
+    The device's own (primary) context is used, the one that torch_npu uses too, so that its streams
+    are valid here. A call makes it current in the calling thread, and gives the thread back the
+    context that it had.
+
+    Attributes
+    ----------
+    index : int
+        The device's number.
+    error : DeviceError or None
+        The failure after which the device can do nothing more until it is closed and opened again.
+    closed : bool
+        Nothing can be done with it or its objects any more.
+    """
+
+    def __init__(self, process: Runtime, index: int) -> None:
+        self.index = index
+        self.error: DeviceError | None = None
+        self.closed = False
+        self.acl: Acl = process.acl
+        self._process = process
+        self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._retired: list[Stream] = []
+        previous = current_context(self.acl)
+        self.acl.aclrtSetDevice(index)
+        try:
+            own = current_context(self.acl)
+            if own is None:
+                raise unavailable(f"device {index} has no context")
+            self.context: int = own
+            if previous is not None and previous != own:
+                self.acl.aclrtSetCurrentContext(previous)
+        except BaseException:
+            if not process.shared:
+                self.acl.aclrtResetDevice(index)
+            raise
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else f", {self.error.name}" if self.error else ""
+        return f"<Device ascend:{self.index}{state}>"
+
+    def current(self) -> Current:
+        """Make the device current in this thread, for a ``with`` block that gets its functions.
+
+        Returns
+        -------
+        Current
+            A context manager over :class:`paged_kv.ascend.acl.Acl`.
+        """
+        return Current(self)
+
+    def check(self) -> None:
+        """Raise why nothing can be done with the device, if so."""
+        check_fork()
+        if self.closed:
+            raise unavailable(
+                f"ascend:{self.index} was closed", "open it again by paged_kv.ascend.open_device()"
+            )
+        if self.error is not None:
+            error = self.error
+            raise DeviceError(
+                f"ascend:{self.index} is unusable since: {error}",
+                code=error.code,
+                name=error.name,
+                message=error.message,
+                hint=error.hint,
+            )
+
+    def memory_info(self) -> MemoryInfo:
+        """Return free and total bytes of the device's memory."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        with self.current() as acl:
+            acl.aclrtGetMemInfo(table.MEM_HBM, ctypes.byref(free), ctypes.byref(total))
+        return MemoryInfo(free.value, total.value)
+
+    def attribute(self, number: int) -> int | None:
+        """Return one of the device's figures (``acl.ATTR_…``), None where the runtime doesn't tell."""
+        value = ctypes.c_int64()
+        if not self.acl.has("aclrtGetDeviceInfo"):
+            return None
+        with self.current() as acl:
+            acl.aclrtGetDeviceInfo(self.index, number, ctypes.byref(value))
+        return value.value
+
+    @property
+    def num_vector_cores(self) -> int:
+        """Vector cores; 40 where the runtime doesn't tell, which costs speed, not correctness."""
+        return self.attribute(table.ATTR_VECTOR) or 40
+
+    def synchronize(self) -> None:
+        """Wait for all work of the device, on whatever stream."""
+        self.collect()  # closes what streams keep, so that the wait covers it
+        with self.current() as acl:
+            acl.aclrtSynchronizeDevice()
+        self.collect()
+
+    def collect(self) -> None:
+        """Let go of what streams kept for work that has passed by now; waits for nothing."""
+        for stream in list(self._streams):
+            stream.poll()
+        for stream in list(self._retired):
+            if stream.poll():
+                self._retired.remove(stream)
+
+    def close(self) -> None:
+        """Wait for the device's work, free all that was had from it, and let it go; harmless when repeated.
+
+        Its memory, streams and events can't be used afterwards. A device that became unusable
+        works again when it is opened the next time.
+        """
+        if is_forked():
+            return
+        with self._process.opening:
+            if self.closed:
+                return
+            with Current(self, checked=False) as acl:
+                quietly(acl.aclrtSynchronizeDevice)
+                for stream in (*self._streams, *self._retired):
+                    stream.forget()
+                self._retired.clear()
+                for handle in list(self._handles):
+                    handle.release()
+            self.closed = True
+            if not self._process.shared:
+                quietly(acl.aclrtResetDevice, self.index)
+            self._process.devices.pop(self.index, None)
+
+
+class Current:
+    """A device that is current in this thread, until the block's end; a fatal failure is remembered."""
+
+    def __init__(self, device: Device, *, checked: bool = True) -> None:
+        self._device = device
+        self._checked = checked
+        self._previous: int | None = None
+
+    def __enter__(self) -> Acl:
+        device = self._device
+        if self._checked:
+            device.check()
+        acl = device.acl
+        previous = current_context(acl)
+        if previous != device.context:
+            acl.aclrtSetCurrentContext(device.context)
+            self._previous = previous
+        return acl
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, DeviceError) and error.code in FATAL and self._device.error is None:
+            self._device.error = error
+        if self._previous is not None:
+            try:
+                self._device.acl.aclrtSetCurrentContext(self._previous)
+            except DeviceError:
+                if error is None:
+                    raise
+
+
+class Handle:
+    """What the runtime handed out, given back when the last reference goes.
+
+    Parameters
+    ----------
+    device : Device
+        Where it lives.
+    destroy : str
+        The function that takes it back.
+    value : int
+        The handle or address.
+    """
+
+    def __init__(self, device: Device, destroy: str, value: int) -> None:
+        self.device = device
+        self.value = value
+        self._destroy = destroy
+        device._handles.add(self)
+
+    @classmethod
+    def create(cls, device: Device, create: str, destroy: str, *arguments: object) -> Handle:
+        """Ask the runtime for one."""
+        value = ctypes.c_void_p()
+        with device.current() as acl:
+            getattr(acl, create)(ctypes.byref(value), *arguments)
+        return cls(device, destroy, value.value or 0)
+
+    def release(self) -> None:
+        """Give it back now; nothing happens after the device was closed, or in a forked child."""
+        value, self.value = self.value, 0
+        if not value or self.device.closed or is_forked():
+            return
+        with Current(self.device, checked=False) as acl:
+            quietly(getattr(acl, self._destroy), value)
+
+    def __del__(self) -> None:
+        # May run in any thread, at any time, with the interpreter half gone.
+        try:
+            self.release()
+        except Exception:
+            logger.debug("not given back: %s", self._destroy, exc_info=True)
+
+
+def current_context(acl: Acl) -> int | None:
+    """Return the thread's current context, if it has one."""
+    context = ctypes.c_void_p()
+    try:
+        acl.aclrtGetCurrentContext(ctypes.byref(context))
+    except DeviceError as error:
+        if error.code != table.CONTEXT_NULL:
+            raise
+    return context.value
+
+
+def quietly(function: object, *arguments: object) -> None:
+    """Call what has to go on when it fails."""
+    try:
+        function(*arguments)  # type: ignore[operator]
+    except DeviceError as error:
+        logger.warning("while giving back: %s", error)

@@ -1,0 +1,236 @@
+"""Streams and events: what is ordered on the device, and what has to stay until it has passed."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from paged_kv.ascend import acl as table
+from paged_kv.ascend.device import Handle
+from paged_kv.ascend.errors import DeviceError
+from paged_kv.ascend.runtime import is_forked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paged_kv.ascend.device import Device
+
+__all__ = ["Event", "Stream"]
+
+logger = logging.getLogger("paged_kv.ascend")
+
+_CLOSE_AFTER = 64
+"""Kept objects after which an event is recorded that tells when they may go."""
+
+
+class _Batch:
+    """Objects kept together, with the event after which they may go; without one, the next batch's tells."""
+
+    __slots__ = ("event", "objects")
+
+    def __init__(self, objects: list[object]) -> None:
+        self.objects = objects
+        self.event: Handle | None = None
+
+
+class Event:
+    """A point in a stream's work.
+
+    Parameters
+    ----------
+    device : Device
+        The device whose streams will record it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._handle = Handle.create(device, "aclrtCreateEvent", "aclrtDestroyEvent")
+
+    @property
+    def handle(self) -> int:
+        """The runtime's event."""
+        return self._handle.value
+
+    def record(self, stream: Stream) -> None:
+        """Mark the end of what `stream` was given so far."""
+        with self.device.current() as acl:
+            acl.aclrtRecordEvent(self.handle, stream.handle)
+        stream.keep(self._handle)
+
+    def query(self) -> bool:
+        """Say whether the work before the mark has passed; true as long as nothing was marked."""
+        status = ctypes.c_int32()
+        with self.device.current() as acl:
+            acl.aclrtQueryEventStatus(self.handle, ctypes.byref(status))
+        return status.value == table.EVENT_COMPLETE
+
+    def synchronize(self) -> None:
+        """Wait until the work before the mark has passed."""
+        with self.device.current() as acl:
+            acl.aclrtSynchronizeEvent(self.handle)
+
+    def elapsed(self, later: Event) -> float:
+        """Return the milliseconds from this mark to a later one, both passed."""
+        milliseconds = ctypes.c_float()
+        with self.device.current() as acl:
+            acl.aclrtEventElapsedTime(ctypes.byref(milliseconds), self.handle, later.handle)
+        return milliseconds.value
+
+
+class Stream:
+    """A queue of work on a device, done in order, on its own time.
+
+    Parameters
+    ----------
+    device : Device
+        The device.
+    handle : int, optional
+        A stream of someone else, such as ``torch_npu.npu.Stream().npu_stream``, to be used and
+        not destroyed; without it a new one is made.
+    """
+
+    def __init__(self, device: Device, handle: int | None = None) -> None:
+        self.device = device
+        self._handle = None
+        if handle is None:
+            self._handle = Handle.create(device, "aclrtCreateStream", "aclrtDestroyStream")
+            handle = self._handle.value
+        self._value = handle
+        self._lock = threading.RLock()
+        self._open: list[object] = []
+        self._kept: deque[_Batch] = deque()
+        self._spare: Handle | None = None
+        device._streams.add(self)
+
+    @property
+    def handle(self) -> int:
+        """The runtime's stream."""
+        return self._value if self._handle is None else self._handle.value
+
+    def submit(self, function: str, *arguments: object, keep: tuple[object, ...] = ()) -> None:
+        """Call a function of the runtime whose last argument is the stream.
+
+        Parameters
+        ----------
+        function : str
+            Its C name.
+        *arguments : object
+            Its arguments before the stream.
+        keep : tuple of object
+            What must not be let go before the work has passed.
+        """
+        with self.device.current() as acl:
+            getattr(acl, function)(*arguments, self.handle)
+        self.keep(*keep or (None,))
+
+    def launch(self, launcher: Callable[[int], int], keep: tuple[object, ...] = ()) -> int:
+        """Call `launcher` with the stream's handle, the device being current; return its status."""
+        with self.device.current():
+            status = launcher(self.handle)
+        self.keep(*keep or (None,))
+        return status
+
+    def record(self) -> Event:
+        """Return an event for what the stream was given so far."""
+        event = Event(self.device)
+        event.record(self)
+        return event
+
+    def wait(self, event: Event) -> None:
+        """Let later work of this stream wait for the event; the host doesn't."""
+        with self.device.current() as acl:
+            acl.aclrtStreamWaitEvent(self.handle, event.handle)
+        self.keep(event._handle)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait for all work of the stream.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds after which to give up.
+
+        Raises
+        ------
+        DeviceError
+            Some of the work failed, or it took longer.
+        """
+        with self._lock:
+            self._close()
+            last = self._kept[-1] if self._kept else None
+        with self.device.current() as acl:
+            if timeout is None:
+                acl.aclrtSynchronizeStream(self.handle)
+            else:
+                acl.aclrtSynchronizeStreamWithTimeout(self.handle, int(timeout * 1000))
+        if last is not None:
+            self._passed(last)
+
+    def keep(self, *objects: object) -> None:
+        """Hold on to objects until the work given so far has passed."""
+        with self._lock:
+            self._open.extend(objects)
+            full = len(self._open) >= _CLOSE_AFTER
+        if full:
+            self.poll()
+
+    def poll(self) -> bool:
+        """Let go of what is kept for work that has passed; return whether nothing is kept. Never waits."""
+        status = ctypes.c_int32()
+        try:
+            with self._lock, self.device.current() as acl:
+                self._close()
+                if self._kept and self._kept[-1].event is None:
+                    event = self._spare or Handle.create(self.device, "aclrtCreateEvent", "aclrtDestroyEvent")
+                    self._spare = None
+                    acl.aclrtRecordEvent(event.value, self.handle)
+                    self._kept[-1].event = event
+                marks = [batch for batch in self._kept if batch.event is not None]
+            for batch in marks:
+                with self._lock, self.device.current() as acl:
+                    if batch.event is None:  # another thread was faster
+                        continue
+                    acl.aclrtQueryEventStatus(batch.event.value, ctypes.byref(status))
+                if status.value != table.EVENT_COMPLETE:
+                    break
+                self._passed(batch)
+        except DeviceError:
+            # Nobody asked for this; whoever synchronises is told. What is kept stays.
+            return False
+        with self._lock:
+            return not self._kept and not self._open
+
+    def _close(self) -> None:
+        """Begin another batch, the lock being held."""
+        if self._open:
+            self._kept.append(_Batch(self._open))
+            self._open = []
+
+    def _passed(self, last: _Batch) -> None:
+        """Let go of all batches up to one."""
+        dropped: list[object] = []  # after the lock: what frees itself may take its time
+        with self._lock:
+            while last in self._kept:
+                batch = self._kept.popleft()
+                if batch.event is not None:
+                    self._spare, batch.event = batch.event, None
+                dropped.append(batch.objects)
+
+    def forget(self) -> None:
+        """Let go of everything, the device having come to rest."""
+        with self._lock:
+            kept = (self._open, self._kept, self._spare)
+            self._open, self._kept, self._spare = [], deque(), None
+        del kept
+
+    def __del__(self) -> None:
+        # A stream at work must not be destroyed, and waiting here would be a surprise: the device
+        # takes it over, and lets it go when it has come to rest.
+        try:
+            if not self.device.closed and not is_forked() and not self.poll():
+                self.device._retired.append(self)
+        except Exception:
+            logger.debug("a stream was not retired", exc_info=True)

@@ -1,0 +1,5 @@
+"""Fixtures of all tests."""
+
+from ascend_fake import fake
+
+__all__ = ["fake"]
