@@ -81,13 +81,13 @@ uint64_t fake_memory_used(int device) {
     return state().devices.at(size_t(device)).used;
 }
 
-// What is still there, one a line; contexts of devices and functions of binaries aside.
+// What is still there, one a line; contexts of devices aside, and what goes with its binary.
 size_t fake_leaks(char* text, size_t size) {
     const Lock lock(state().mutex);
     std::string lines;
     for (const auto& [handle, object] : state().objects) {
         const bool primary = object->kind == CONTEXT && static_cast<Context&>(*object).primary;
-        if (!primary && object->kind != FUNCTION)
+        if (!primary && object->kind != FUNCTION && object->kind != ARGUMENTS)
             lines += std::string(NAMES[object->kind]) + " of device " + std::to_string(object->device) + "\n";
     }
     for (const auto& [address, block] : state().memory)

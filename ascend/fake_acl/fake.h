@@ -17,6 +17,8 @@
 #include <utility>
 #include <vector>
 
+#include "acl.h"
+
 namespace fake {
 
 enum Code : int {

@@ -13,18 +13,20 @@ struct Binary : Object {
     ~Binary() override { dlclose(library); }
     static constexpr Kind KIND = BINARY;
     void* library;
-    std::vector<void*> functions;
 };
 
 struct Function : Object {
-    Function(int where, EmuEntry its_entry) : Object(FUNCTION, where), entry(its_entry) {}
+    Function(const Binary* its_binary, EmuEntry its_entry)
+        : Object(FUNCTION, its_binary->device), binary(its_binary), entry(its_entry) {}
     static constexpr Kind KIND = FUNCTION;
+    const Binary* binary;
     EmuEntry entry;
 };
 
 struct Arguments : Object {
-    explicit Arguments(int where) : Object(ARGUMENTS, where) {}
+    explicit Arguments(const Binary* its_binary) : Object(ARGUMENTS, its_binary->device), binary(its_binary) {}
     static constexpr Kind KIND = ARGUMENTS;
+    const Binary* binary;
     std::deque<std::string> values;
     bool complete = false;
 };
@@ -53,10 +55,13 @@ int emu_enqueue(void* handle, void* launch, EmuRun run, EmuDrop drop) {
     });
 }
 
-int aclrtBinaryLoadFromFile(const char* path, const void*, void** binary) {
+int aclrtBinaryLoadFromFile(const char* path, BinaryLoadOptions* options, void** binary) {
     ENTER;
     std::shared_ptr<Context> context;
     TRY(usable(context));
+    const bool vector_core = options && options->numOpt == 1 && options->options->type == 2 &&
+                             options->options->value.magic == 0x41415246;
+    if (!vector_core) return misused(PARAM, "aclrtBinaryLoadFromFile: not for the vector cores");
     if (!path || path[0] != '/') return misused(PARAM, "aclrtBinaryLoadFromFile: not an absolute path");
     void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!library) return failed(PARAM, "%s", dlerror());
@@ -69,7 +74,12 @@ int aclrtBinaryUnLoad(void* handle) {
     const auto binary = s.find<Binary>(handle);
     if (!binary) return misused(INVALID_HANDLE, "aclrtBinaryUnLoad(%p)", handle);
     if (!s.at_rest()) misused(OK, "aclrtBinaryUnLoad while streams are at work");
-    for (void* function : binary->functions) s.objects.erase(function);
+    const auto goes_too = [&](const Object& object) {
+        return (object.kind == FUNCTION && static_cast<const Function&>(object).binary == binary.get()) ||
+               (object.kind == ARGUMENTS && static_cast<const Arguments&>(object).binary == binary.get());
+    };
+    for (auto next = s.objects.begin(); next != s.objects.end();)
+        next = goes_too(*next->second) ? s.objects.erase(next) : std::next(next);
     s.objects.erase(handle);
     return OK;
 }
@@ -80,8 +90,7 @@ int aclrtBinaryGetFunction(void* handle, const char* name, void** function) {
     if (!binary) return misused(INVALID_HANDLE, "%p is not a binary", handle);
     const auto entry_point = reinterpret_cast<EmuEntry>(dlsym(binary->library, (std::string("emu_entry_") + name).c_str()));
     if (!entry_point) return failed(KERNEL_LOOKUP, "no kernel %s", name);
-    s.make<Function>(function, binary->device, entry_point);
-    binary->functions.push_back(*function);
+    s.make<Function>(function, binary.get(), entry_point);
     return OK;
 }
 
@@ -89,7 +98,7 @@ int aclrtKernelArgsInit(void* function, void** arguments) {
     ENTER;
     const auto found = s.find<Function>(function);
     if (!found) return misused(INVALID_HANDLE, "%p is not a function", function);
-    s.make<Arguments>(arguments, found->device);
+    s.make<Arguments>(arguments, found->binary);
     return OK;
 }
 
@@ -110,7 +119,8 @@ int aclrtKernelArgsFinalize(void* handle) {
     return OK;
 }
 
-int aclrtLaunchKernelWithConfig(void* function, uint32_t blocks, void* stream, const void*, void* handle, void* reserved) {
+int aclrtLaunchKernelWithConfig(void* function, uint32_t blocks, void* stream, LaunchKernelCfg*, void* handle,
+                                void* reserved) {
     EmuEntry launch;
     std::shared_ptr<Arguments> arguments;
     {
@@ -126,6 +136,8 @@ int aclrtLaunchKernelWithConfig(void* function, uint32_t blocks, void* stream, c
     std::vector<size_t> sizes;
     for (const std::string& value : arguments->values) values.push_back(value.data()), sizes.push_back(value.size());
     const int code = launch(stream, blocks, values.data(), sizes.data(), values.size());
-    return code == 1 ? misused(PARAM, "the kernel takes other arguments") : code;
+    if (code != 1) return code;
+    const Lock lock(state().mutex);
+    return misused(PARAM, "the kernel takes other arguments");
 }
 }

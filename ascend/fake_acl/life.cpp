@@ -14,7 +14,8 @@ int known(int32_t device) {
 size_t left(int device) {
     size_t count = 0;
     for (const auto& [handle, object] : state().objects)
-        count += object->kind != CONTEXT && object->kind != FUNCTION && (device < 0 || object->device == device);
+        count += object->kind != CONTEXT && object->kind != FUNCTION && object->kind != ARGUMENTS &&
+                 (device < 0 || object->device == device);
     for (const auto& [address, block] : state().memory) count += device < 0 || block.device == device;
     return count;
 }

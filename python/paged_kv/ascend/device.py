@@ -86,6 +86,7 @@ class Device:
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._retired: list[Stream] = []
+        self._refused: list[tuple[str, int]] = []  # what the runtime would not take back
         previous = current_context(self.acl)
         self.acl.aclrtSetDevice(index)
         try:
@@ -185,6 +186,8 @@ class Device:
                 self._retired.clear()
                 for handle in list(self._handles):
                     handle.release()
+                for destroy, value in self._refused:
+                    quietly(getattr(acl, destroy), value)
             self.closed = True
             if not self._process.shared:
                 quietly(acl.aclrtResetDevice, self.index)
@@ -247,7 +250,7 @@ class Handle:
 
     @classmethod
     def create(cls, device: Device, create: str, destroy: str, *arguments: object) -> Handle:
-        """Ask the runtime for one."""
+        """Ask the runtime for one, by a function whose first argument is where to put it."""
         value = ctypes.c_void_p()
         with device.current() as acl:
             getattr(acl, create)(ctypes.byref(value), *arguments)
@@ -258,15 +261,19 @@ class Handle:
         value, self.value = self.value, 0
         if not value or self.device.closed or is_forked():
             return
-        with Current(self.device, checked=False) as acl:
-            quietly(getattr(acl, self._destroy), value)
+        try:
+            with Current(self.device, checked=False) as acl:
+                getattr(acl, self._destroy)(value)
+        except DeviceError as error:
+            logger.warning("not given back before the device is closed: %s", error)
+            self.device._refused.append((self._destroy, value))
 
     def __del__(self) -> None:
         # May run in any thread, at any time, with the interpreter half gone.
         try:
             self.release()
         except Exception:
-            logger.debug("not given back: %s", self._destroy, exc_info=True)
+            logger.debug("not given back", exc_info=True)
 
 
 def current_context(acl: Acl) -> int | None:

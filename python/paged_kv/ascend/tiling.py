@@ -72,6 +72,5 @@ class CopyTiling(ctypes.Structure):
 SIZES = {Shape: 56, DecodeTiling: 120, WriteTiling: 48, CopyTiling: 16}
 """Bytes, as tiling.h asserts them too."""
 
-for _structure, _size in SIZES.items():
-    if ctypes.sizeof(_structure) != _size:
-        raise ImportError(f"{_structure.__name__} has {ctypes.sizeof(_structure)} bytes instead of {_size}")
+if any(ctypes.sizeof(structure) != size for structure, size in SIZES.items()):
+    raise ImportError(f"sizes differ from {SIZES}")
