@@ -104,6 +104,12 @@ size_t fake_misuse(char* text, size_t size) {
     return copied(lines, text, size);
 }
 
+// Forget failures that have not come to pass.
+void fake_clear_failures() {
+    const Lock lock(state().mutex);
+    state().failures.clear(), state().task_failure = OK;
+}
+
 // Forget misuse, counts, failures, delays and limits: for the next test.
 void fake_clear() {
     const Lock lock(state().mutex);

@@ -31,6 +31,9 @@ struct Arguments : Object {
     bool complete = false;
 };
 
+// Of the launch that this thread is making, if it is by function: its binary has to stay until the kernel has run.
+thread_local std::shared_ptr<Binary> launched_from;
+
 }  // namespace
 
 extern "C" {
@@ -41,7 +44,7 @@ int emu_enqueue(void* handle, void* launch, EmuRun run, EmuDrop drop) {
     TRY(usable(handle, stream));
     const std::shared_ptr<void> owned(launch, drop);
     const int device = stream->device;
-    return enqueue(*stream, [owned, run, device](std::string& message) {
+    return enqueue(*stream, [owned, run, device, binary = launched_from](std::string& message) {
         std::vector<EmuMemory> memory;
         {
             const Lock lock(state().mutex);
@@ -73,7 +76,7 @@ int aclrtBinaryUnLoad(void* handle) {
     ENTER;
     const auto binary = s.find<Binary>(handle);
     if (!binary) return misused(INVALID_HANDLE, "aclrtBinaryUnLoad(%p)", handle);
-    if (!s.at_rest()) misused(OK, "aclrtBinaryUnLoad while streams are at work");
+    if (binary.use_count() > 2) misused(OK, "aclrtBinaryUnLoad while a kernel of it waits for its turn");
     const auto goes_too = [&](const Object& object) {
         return (object.kind == FUNCTION && static_cast<const Function&>(object).binary == binary.get()) ||
                (object.kind == ARGUMENTS && static_cast<const Arguments&>(object).binary == binary.get());
@@ -130,12 +133,14 @@ int aclrtLaunchKernelWithConfig(void* function, uint32_t blocks, void* stream, L
         if (!found || !arguments || !arguments->complete || reserved || blocks == 0)
             return misused(PARAM, "aclrtLaunchKernelWithConfig of %u blocks: a function, and complete arguments", blocks);
         launch = found->entry;
+        launched_from = std::static_pointer_cast<Binary>(s.objects.at(const_cast<Binary*>(found->binary)));
         s.objects.erase(handle);  // the arguments are the launch's now
     }
     std::vector<const void*> values;
     std::vector<size_t> sizes;
     for (const std::string& value : arguments->values) values.push_back(value.data()), sizes.push_back(value.size());
     const int code = launch(stream, blocks, values.data(), sizes.data(), values.size());
+    launched_from.reset();
     if (code != 1) return code;
     const Lock lock(state().mutex);
     return misused(PARAM, "the kernel takes other arguments");

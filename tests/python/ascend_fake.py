@@ -94,6 +94,10 @@ class Fake:
         """Return what was done that ACL forbids."""
         return self._lines("fake_misuse")
 
+    def clear_failures(self) -> None:
+        """Forget failures that have not come to pass."""
+        self.library.fake_clear_failures()
+
     def clear(self) -> None:
         """Forget counts, failures, misuse, delays and limits."""
         self.library.fake_clear()

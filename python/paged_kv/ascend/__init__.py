@@ -3,6 +3,7 @@
 Importing this needs neither CANN nor an NPU and loads nothing; :func:`is_available` says what is missing.
 """
 
+from paged_kv.ascend.binary import KernelBinary
 from paged_kv.ascend.build import build_kernels
 from paged_kv.ascend.device import Device, MemoryInfo, open_device
 from paged_kv.ascend.errors import DeviceError, UnavailableError
@@ -11,19 +12,25 @@ from paged_kv.ascend.kernels import KernelLibrary, load_kernels
 from paged_kv.ascend.memory import DeviceMemory, PinnedMemory, allocate, pinned
 from paged_kv.ascend.runtime import shutdown
 from paged_kv.ascend.stream import Event, Stream
+from paged_kv.ascend.tiling import CopyTiling, DecodeTiling, Shape, WriteTiling
 
 __all__ = [
     "Availability",
+    "CopyTiling",
+    "DecodeTiling",
     "Device",
     "DeviceError",
     "DeviceMemory",
     "Event",
     "Info",
+    "KernelBinary",
     "KernelLibrary",
     "MemoryInfo",
     "PinnedMemory",
+    "Shape",
     "Stream",
     "UnavailableError",
+    "WriteTiling",
     "allocate",
     "build_kernels",
     "info",

@@ -103,16 +103,13 @@ class PlaceHolderInfo(ctypes.Structure):
 _HANDLE = c_void_p  # every handle is a void*
 _OUT = POINTER(c_void_p)
 
-# Those that every CANN since 8.0 has; they return an error code.
+# Those that are needed, and that every CANN since 8.0 has; they return an error code.
 REQUIRED: dict[str, list[Any]] = {
     "aclInit": [c_char_p],
     "aclFinalize": [],
     "aclrtGetDeviceCount": [POINTER(c_uint32)],
     "aclrtSetDevice": [c_int32],
     "aclrtResetDevice": [c_int32],
-    "aclrtGetDevice": [POINTER(c_int32)],
-    "aclrtCreateContext": [_OUT, c_int32],
-    "aclrtDestroyContext": [_HANDLE],
     "aclrtSetCurrentContext": [_HANDLE],
     "aclrtGetCurrentContext": [_OUT],
     "aclrtCreateStream": [_OUT],
@@ -137,7 +134,11 @@ REQUIRED: dict[str, list[Any]] = {
     "aclrtGetMemInfo": [c_int32, POINTER(c_size_t), POINTER(c_size_t)],
 }
 
+# Those that some version lacks, or that nothing here needs.
 OPTIONAL: dict[str, list[Any]] = {
+    "aclrtGetDevice": [POINTER(c_int32)],
+    "aclrtCreateContext": [_OUT, c_int32],
+    "aclrtDestroyContext": [_HANDLE],
     "aclrtGetVersion": [POINTER(c_int32)] * 3,
     "aclrtGetDeviceInfo": [c_uint32, c_int32, POINTER(c_int64)],
     "aclrtSynchronizeStreamWithTimeout": [_HANDLE, c_int32],

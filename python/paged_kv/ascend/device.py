@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import logging
-import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 from paged_kv.ascend import acl as table
@@ -12,6 +12,8 @@ from paged_kv.ascend.errors import FATAL, DeviceError, unavailable
 from paged_kv.ascend.runtime import check_fork, is_forked, runtime
 
 if TYPE_CHECKING:
+    import weakref
+    from collections.abc import Callable
     from types import TracebackType
 
     from paged_kv.ascend.acl import Acl
@@ -83,10 +85,10 @@ class Device:
         self.closed = False
         self.acl: Acl = process.acl
         self._process = process
-        self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
-        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._retired: list[Stream] = []
-        self._refused: list[tuple[str, int]] = []  # what the runtime would not take back
+        # Plain dictionaries: their single steps need no lock, in whatever thread something is dropped.
+        self._owned: dict[tuple[str, int], None] = {}  # what the runtime has to be given back, and by what
+        self._streams: dict[int, weakref.ref[Stream]] = {}
+        self._retired: dict[int, Stream] = {}  # dropped by their owners, but still at work
         previous = current_context(self.acl)
         self.acl.aclrtSetDevice(index)
         try:
@@ -162,11 +164,12 @@ class Device:
 
     def collect(self) -> None:
         """Let go of what streams kept for work that has passed by now; waits for nothing."""
-        for stream in list(self._streams):
+        for stream in self._alive():
             stream.poll()
-        for stream in list(self._retired):
-            if stream.poll():
-                self._retired.remove(stream)
+        for key in list(self._retired):
+            retired = self._retired.get(key)
+            if retired is not None and retired.poll():
+                self._retired.pop(key, None)
 
     def close(self) -> None:
         """Wait for the device's work, free all that was had from it, and let it go; harmless when repeated.
@@ -179,19 +182,30 @@ class Device:
         with self._process.opening:
             if self.closed:
                 return
-            with Current(self, checked=False) as acl:
-                quietly(acl.aclrtSynchronizeDevice)
-                for stream in (*self._streams, *self._retired):
-                    stream.forget()
-                self._retired.clear()
-                for handle in list(self._handles):
-                    handle.release()
-                for destroy, value in self._refused:
-                    quietly(getattr(acl, destroy), value)
-            self.closed = True
+            inside = Current(self, checked=False)
+            quietly(inside.__enter__)
+            quietly(self.acl.aclrtSynchronizeDevice)
+            for stream in (*self._alive(), *self._retired.values()):
+                stream.forget()
+            self._retired.clear()
+            for destroy, value in 2 * list(self._owned):  # what is refused is offered once more
+                if (destroy, value) in self._owned:
+                    quietly(self._give_back, destroy, value)
+            self._owned.clear()
             if not self._process.shared:
-                quietly(acl.aclrtResetDevice, self.index)
+                quietly(self.acl.aclrtResetDevice, self.index)
+            inside.__exit__(None, None, None)
+            self.closed = True
             self._process.devices.pop(self.index, None)
+
+    def _give_back(self, destroy: str, value: int) -> None:
+        getattr(self.acl, destroy)(value)
+        self._owned.pop((destroy, value), None)
+
+    def _alive(self) -> list[Stream]:
+        """Return the streams that somebody holds."""
+        found = (reference() for reference in list(self._streams.values()))
+        return [stream for stream in found if stream is not None]
 
 
 class Current:
@@ -220,13 +234,9 @@ class Current:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, DeviceError) and error.code in FATAL and self._device.error is None:
-            self._device.error = error
+            self._device.error = copy.copy(error)  # without the frames, which hold what they worked on
         if self._previous is not None:
-            try:
-                self._device.acl.aclrtSetCurrentContext(self._previous)
-            except DeviceError:
-                if error is None:
-                    raise
+            quietly(self._device.acl.aclrtSetCurrentContext, self._previous)
 
 
 class Handle:
@@ -246,7 +256,7 @@ class Handle:
         self.device = device
         self.value = value
         self._destroy = destroy
-        device._handles.add(self)
+        device._owned[destroy, value] = None
 
     @classmethod
     def create(cls, device: Device, create: str, destroy: str, *arguments: object) -> Handle:
@@ -258,15 +268,15 @@ class Handle:
 
     def release(self) -> None:
         """Give it back now; nothing happens after the device was closed, or in a forked child."""
-        value, self.value = self.value, 0
-        if not value or self.device.closed or is_forked():
+        key = (self._destroy, self.value)
+        if is_forked() or self.device._owned.pop(key, self) is self:
             return
         try:
             with Current(self.device, checked=False) as acl:
-                getattr(acl, self._destroy)(value)
+                getattr(acl, self._destroy)(self.value)
         except DeviceError as error:
             logger.warning("not given back before the device is closed: %s", error)
-            self.device._refused.append((self._destroy, value))
+            self.device._owned[key] = None
 
     def __del__(self) -> None:
         # May run in any thread, at any time, with the interpreter half gone.
@@ -287,9 +297,9 @@ def current_context(acl: Acl) -> int | None:
     return context.value
 
 
-def quietly(function: object, *arguments: object) -> None:
-    """Call what has to go on when it fails."""
+def quietly(function: Callable[..., object], *arguments: object) -> None:
+    """Call what is not worth giving up for when it fails."""
     try:
-        function(*arguments)  # type: ignore[operator]
+        function(*arguments)
     except DeviceError as error:
-        logger.warning("while giving back: %s", error)
+        logger.warning("%s", error)

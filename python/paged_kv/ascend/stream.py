@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -103,7 +104,8 @@ class Stream:
         self._open: list[object] = []
         self._kept: deque[_Batch] = deque()
         self._spare: Handle | None = None
-        device._streams.add(self)
+        key, streams = id(self), device._streams
+        streams[key] = weakref.ref(self, lambda _: streams.pop(key, None))
 
     @property
     def handle(self) -> int:
@@ -231,6 +233,6 @@ class Stream:
         # takes it over, and lets it go when it has come to rest.
         try:
             if not self.device.closed and not is_forked() and not self.poll():
-                self.device._retired.append(self)
+                self.device._retired[id(self)] = self
         except Exception:
             logger.debug("a stream was not retired", exc_info=True)
