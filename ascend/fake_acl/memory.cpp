@@ -33,7 +33,7 @@ int check(const void* target, size_t room, const void* source, size_t bytes, int
 int allocate(void** address, size_t bytes, int device) {
     State& s = state();
     if (!address || bytes == 0) return misused(INVALID_PARAM, "an allocation of %zu bytes", bytes);
-    if (device >= 0 && (bytes % 32 || bytes < 64))
+    if (device >= 0 && bytes % 32)
         misused(OK, "aclrtMalloc of %zu bytes: a multiple of 32, and 32 more than are used, are needed", bytes);
     if (device >= 0 && s.devices[device].used + bytes > s.memory_limit)
         return failed(OUT_OF_MEMORY, "%zu bytes, %zu of %zu are used", bytes, size_t(s.devices[device].used), size_t(s.memory_limit));
