@@ -54,8 +54,12 @@ struct Context : Object {
     bool primary;
 };
 
-// A step of a stream's work, done without the lock; a code, with the reason in the text.
-using Task = std::function<int(std::string&)>;
+// A step of a stream's work: done without the lock, with a code and the reason in the text; then, also when it was
+// skipped, what is to be seen of its end.
+struct Task {
+    std::function<int(std::string&)> run;
+    std::function<void()> finish = [] {};
+};
 
 struct Stream : Object {
     Stream(int where, void* its_context) : Object(STREAM, where), context(its_context) {}

@@ -44,7 +44,7 @@ int emu_enqueue(void* handle, void* launch, EmuRun run, EmuDrop drop) {
     TRY(usable(handle, stream));
     const std::shared_ptr<void> owned(launch, drop);
     const int device = stream->device;
-    return enqueue(*stream, [owned, run, device, binary = launched_from](std::string& message) {
+    return enqueue(*stream, {[owned, run, device, binary = launched_from](std::string& message) {
         std::vector<EmuMemory> memory;
         {
             const Lock lock(state().mutex);
@@ -55,7 +55,7 @@ int emu_enqueue(void* handle, void* launch, EmuRun run, EmuDrop drop) {
         if (run(owned.get(), memory.data(), memory.size(), text, sizeof text) == 0) return int(OK);
         message = text;
         return int(AICORE_EXCEPTION);
-    });
+    }});
 }
 
 int aclrtBinaryLoadFromFile(const char* path, BinaryLoadOptions* options, void** binary) {

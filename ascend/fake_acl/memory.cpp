@@ -103,7 +103,7 @@ int aclrtMemcpyAsync(void* target, size_t room, const void* source, size_t bytes
     const auto both = reinterpret_cast<uintptr_t>(target) | reinterpret_cast<uintptr_t>(source);
     if (kind == DEVICE_TO_DEVICE && both % 64) return misused(PARAM, "a copy on the device from %p to %p", source, target);
     const int device = stream->device;
-    return enqueue(*stream, [=](std::string& message) {
+    return enqueue(*stream, {[=](std::string& message) {
         const Lock lock(state().mutex);
         if (check(target, room, source, bytes, kind, device)) {
             message = "a copy reached memory that was freed";
@@ -111,7 +111,7 @@ int aclrtMemcpyAsync(void* target, size_t room, const void* source, size_t bytes
         }
         std::memmove(target, source, bytes);
         return int(OK);
-    });
+    }});
 }
 
 int aclrtMemset(void* address, size_t room, int32_t value, size_t bytes) {
@@ -129,7 +129,7 @@ int aclrtMemsetAsync(void* address, size_t room, int32_t value, size_t bytes, vo
     TRY(usable(handle, stream));
     const int device = stream->device;
     if (bytes > room || !lies(address, bytes, device)) return misused(PARAM, "aclrtMemsetAsync of %zu bytes at %p", bytes, address);
-    return enqueue(*stream, [=](std::string& message) {
+    return enqueue(*stream, {[=](std::string& message) {
         const Lock lock(state().mutex);
         if (!lies(address, bytes, device)) {
             misused(OK, "memory was freed before it was set");
@@ -138,7 +138,7 @@ int aclrtMemsetAsync(void* address, size_t room, int32_t value, size_t bytes, vo
         }
         std::memset(address, value, bytes);
         return int(OK);
-    });
+    }});
 }
 
 int aclrtGetMemInfo(int32_t attribute, size_t* free, size_t* total) {
@@ -157,6 +157,6 @@ int aclrtCmoAsync(void* address, size_t bytes, int32_t kind, void* handle) {
     TRY(usable(handle, stream));
     if (kind != 0) return misused(207000, "aclrtCmoAsync: kind %d", kind);
     if (!lies(address, bytes, stream->device)) return misused(PARAM, "aclrtCmoAsync of %zu bytes at %p", bytes, address);
-    return enqueue(*stream, [](std::string&) { return OK; });
+    return enqueue(*stream, {[](std::string&) { return OK; }});
 }
 }

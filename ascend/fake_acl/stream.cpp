@@ -38,9 +38,10 @@ static void work(Stream& stream) {
         const bool skipped = s.devices[stream.device].error != OK;
         lock.unlock();
         if (delay) std::this_thread::sleep_for(std::chrono::microseconds(delay));
-        if (code == OK && !skipped) code = task(message);
-        task = nullptr;  // what it holds is dropped without the lock
+        if (code == OK && !skipped) code = task.run(message);
+        task.run = nullptr;  // what it holds is dropped without the lock
         lock.lock();
+        task.finish();
         stream.busy = false;
         if (fatal(code)) s.devices[stream.device].error = code, s.devices[stream.device].message = message;
         else if (code) stream.error = code, stream.message = message;
@@ -54,8 +55,9 @@ void stop(const std::shared_ptr<Stream>& stream, Lock& lock) {
     state().changed.notify_all();
     lock.unlock();
     stream->worker.join();
-    stream->tasks.clear();  // an event among them takes the lock
     lock.lock();
+    for (const Task& task : stream->tasks) task.finish();
+    stream->tasks.clear();
 }
 
 static int outcome(Stream& stream) {
@@ -144,14 +146,12 @@ int aclrtRecordEvent(void* handle, void* on) {
     const auto event = s.find<Event>(handle);
     if (!event) return misused(INVALID_HANDLE, "%p is not an event", handle);
     const uint64_t mark = ++event->recorded;
-    // Told by the drop, so that an event passes also where the work before it was skipped.
-    const std::shared_ptr<void> told(nullptr, [event, mark](void*) {
-        const Lock lock(state().mutex);
+    const auto pass = [event, mark] {
         event->passed = std::max(event->passed, mark);
         event->when = std::chrono::steady_clock::now();
         state().changed.notify_all();
-    });
-    return enqueue(*stream, [told](std::string&) { return OK; });
+    };
+    return enqueue(*stream, {[](std::string&) { return OK; }, pass});
 }
 
 int aclrtStreamWaitEvent(void* on, void* handle) {
@@ -162,11 +162,11 @@ int aclrtStreamWaitEvent(void* on, void* handle) {
     if (!event) return misused(INVALID_HANDLE, "%p is not an event", handle);
     const uint64_t mark = event->recorded;
     Stream* const waiting = stream.get();
-    return enqueue(*stream, [event, mark, waiting](std::string&) {
+    return enqueue(*stream, {[event, mark, waiting](std::string&) {
         Lock lock(state().mutex);
         state().changed.wait(lock, [&] { return event->passed >= mark || waiting->stopping; });
         return OK;
-    });
+    }});
 }
 
 int aclrtSynchronizeEvent(void* handle) {

@@ -122,7 +122,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     ascend.load_kernels.cache_clear()
     left, misuse = runtime.leaks(), runtime.misuse()
     runtime.clear()
-    assert (left, misuse) == ([], [])
+    assert (left, misuse) == ([], []), (left, misuse)
 
 
 def decode_arrays(stream: Stream, host: dict[str, Any]) -> dict[str, ascend.DeviceMemory]:

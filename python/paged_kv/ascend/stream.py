@@ -163,13 +163,15 @@ class Stream:
         with self._lock:
             self._close()
             last = self._kept[-1] if self._kept else None
+            # Those that another thread records from now on may pass after the wait.
+            events = [batch.event for batch in self._kept if batch.event is not None]
         with self.device.current() as acl:
             if timeout is None:
                 acl.aclrtSynchronizeStream(self.handle)
             else:
                 acl.aclrtSynchronizeStreamWithTimeout(self.handle, int(timeout * 1000))
         if last is not None:
-            self._passed(last)
+            self._drop(last, events)
 
     def keep(self, *objects: object) -> None:
         """Hold on to objects until the work given so far has passed."""
@@ -198,7 +200,7 @@ class Stream:
                     acl.aclrtQueryEventStatus(batch.event.value, ctypes.byref(status))
                 if status.value != table.EVENT_COMPLETE:
                     break
-                self._passed(batch)
+                self._drop(batch, None)
         except DeviceError:
             # Nobody asked for this; whoever synchronises is told. What is kept stays.
             return False
@@ -211,15 +213,20 @@ class Stream:
             self._kept.append(_Batch(self._open))
             self._open = []
 
-    def _passed(self, last: _Batch) -> None:
-        """Let go of all batches up to one."""
+    def _drop(self, last: _Batch, events: list[Handle] | None) -> None:
+        """Let go of all batches up to one whose work has passed, and with it these events (None: all)."""
         dropped: list[object] = []  # after the lock: what frees itself may take its time
         with self._lock:
             while last in self._kept:
                 batch = self._kept.popleft()
-                if batch.event is not None:
-                    self._spare, batch.event = batch.event, None
                 dropped.append(batch.objects)
+                if batch.event is None:
+                    continue
+                if events is None or batch.event in events:
+                    self._spare = batch.event
+                else:
+                    self._open.append(batch.event)
+                batch.event = None
 
     def forget(self) -> None:
         """Let go of everything, the device having come to rest."""
