@@ -15,6 +15,7 @@ import typer.main
 from typer.testing import CliRunner
 
 import paged_kv
+import paged_kv.ascend
 import paged_kv.plan
 import paged_kv.telemetry
 from paged_kv.cli import app as cli
@@ -120,7 +121,7 @@ def test_every_command_and_option_is_documented() -> None:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    for module in (paged_kv, paged_kv.plan, paged_kv.telemetry):
+    for module in (paged_kv, paged_kv.ascend, paged_kv.plan, paged_kv.telemetry):
         for name in set(module.__all__) - {"__version__"}:
             assert re.search(rf"^\.\. auto[a-z]+:: {name}$", REFERENCE, re.MULTILINE), name
     assert ".. automodule:: paged_kv.llm\n   :members:\n   :imported-members:\n" in REFERENCE

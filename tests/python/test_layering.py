@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "python" / "paged_kv"
 ALLOWED = {
     "core": {"numpy", "paged_kv"},
     "llm": {"numpy", "paged_kv", "paged_kv.llm", "gguf", "jinja2", "platformdirs", "tokenizers"},
+    "ascend": {"numpy", "paged_kv", "paged_kv.ascend"},
     "plan": {"paged_kv.plan"},
     "cli": {
         "numpy",
@@ -74,6 +75,8 @@ def test_each_part_imports_only_what_stands_before_it(path: Path) -> None:
         ("core", "import typer"),
         ("core", "from paged_kv.llm import Model"),
         ("core", "def f():\n    from paged_kv import cli"),
+        ("core", "from paged_kv.ascend import open_device"),
+        ("ascend", "import torch_npu"),
         ("llm", "import paged_kv.cli.app"),
         ("llm", "import torch"),
         ("plan", "import numpy"),

@@ -12,11 +12,12 @@ from paged_kv.ascend.kernels import KernelLibrary, load_kernels
 from paged_kv.ascend.memory import DeviceMemory, PinnedMemory, allocate, pinned
 from paged_kv.ascend.runtime import shutdown
 from paged_kv.ascend.stream import Event, Stream
-from paged_kv.ascend.tiling import CopyTiling, DecodeTiling, Shape, WriteTiling
+from paged_kv.ascend.tiling import CopyTiling, DecodeArrays, DecodeTiling, Shape, WriteTiling
 
 __all__ = [
     "Availability",
     "CopyTiling",
+    "DecodeArrays",
     "DecodeTiling",
     "Device",
     "DeviceError",

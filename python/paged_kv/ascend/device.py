@@ -113,7 +113,7 @@ class Device:
         Returns
         -------
         Current
-            A context manager over :class:`paged_kv.ascend.acl.Acl`.
+            A context manager over the runtime's functions by their C names.
         """
         return Current(self)
 

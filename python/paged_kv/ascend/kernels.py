@@ -112,7 +112,7 @@ class KernelLibrary:
         stream : Stream
             Where it takes its turn; it keeps the memory alive until then.
         arrays : dict of str to DeviceMemory
-            By the names of :class:`~paged_kv.ascend.tiling.DecodeArrays`: query and out [batch,
+            By the names of :class:`DecodeArrays`: query and out [batch,
             num_heads, head_dim], block_table int32 [batch, table_width], seq_lens int32 [batch], lse
             float32 [batch, num_heads], partial_out float32 [parts, group, head_dim] and partial_lse
             float32 [parts, lanes_group] with parts = batch · num_kv_heads · num_splits.
