@@ -60,7 +60,7 @@ def compiled(source: str, *options: str, root: Path = ASCEND, name: str = "kerne
     digest = hashlib.sha256(repr((command, subprocess.check_output([compiler, "--version"]))).encode())
     for file in sorted(path for path in root.rglob("*") if path.is_file()):
         digest.update(file.read_bytes())
-    target = ROOT / "target" / "ascend" / digest.hexdigest()[:16] / name
+    target = (ROOT / "target" / "ascend" if root == ASCEND else root) / digest.hexdigest()[:16] / name
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -281,6 +281,19 @@ def test_a_forked_child_gets_an_error_and_calls_nothing(fake: Fake) -> None:
     stream.synchronize()
 
 
+def test_a_child_forked_after_the_end_is_refused_too() -> None:
+    program = """
+import os
+from paged_kv import ascend
+ascend.open_device(0).close()
+ascend.shutdown()
+if (child := os.fork()) == 0:
+    os._exit(17 if "forked" in ascend.is_available().reason else 0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert run(program) == "17\n"
+
+
 def test_a_child_forked_before_opens_devices_itself() -> None:
     program = """
 import os

@@ -73,7 +73,7 @@ def build_kernels(target: Path | None = None) -> Path:
     Parameters
     ----------
     target : Path, optional
-        The file to write; :func:`library_path` without it.
+        The file to write; without it one in the user's cache, named by a digest of the sources.
 
     Returns
     -------

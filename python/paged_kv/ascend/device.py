@@ -189,8 +189,7 @@ class Device:
                 stream.forget()
             self._retired.clear()
             for destroy, value in 2 * list(self._owned):  # what is refused is offered once more
-                if (destroy, value) in self._owned:
-                    quietly(self._give_back, destroy, value)
+                self._give_back(destroy, value)
             self._owned.clear()
             if not self._process.shared:
                 quietly(self.acl.aclrtResetDevice, self.index)
@@ -199,8 +198,15 @@ class Device:
             self._process.devices.pop(self.index, None)
 
     def _give_back(self, destroy: str, value: int) -> None:
-        getattr(self.acl, destroy)(value)
-        self._owned.pop((destroy, value), None)
+        """Give something back, unless that was done; what the runtime refuses stays for the end."""
+        if self._owned.pop((destroy, value), self) is self:
+            return
+        try:
+            with Current(self, checked=False) as acl:
+                getattr(acl, destroy)(value)
+        except DeviceError as error:
+            logger.warning("not given back before the device is closed: %s", error)
+            self._owned[destroy, value] = None
 
     def _alive(self) -> list[Stream]:
         """Return the streams that somebody holds."""
@@ -268,15 +274,8 @@ class Handle:
 
     def release(self) -> None:
         """Give it back now; nothing happens after the device was closed, or in a forked child."""
-        key = (self._destroy, self.value)
-        if is_forked() or self.device._owned.pop(key, self) is self:
-            return
-        try:
-            with Current(self.device, checked=False) as acl:
-                getattr(acl, self._destroy)(self.value)
-        except DeviceError as error:
-            logger.warning("not given back before the device is closed: %s", error)
-            self.device._owned[key] = None
+        if not is_forked():
+            self.device._give_back(self._destroy, self.value)
 
     def __del__(self) -> None:
         # May run in any thread, at any time, with the interpreter half gone.

@@ -63,6 +63,7 @@ class Runtime:
 # Reentrant: dropping an object inside may come back here.
 _lock = threading.RLock()
 _runtime: Runtime | None = None
+_begun = False  # whether this process ever had one: its threads don't live on in a child
 _forked = False
 
 
@@ -76,11 +77,12 @@ def runtime() -> Runtime:
     DeviceError
         It can't be initialised, or the process is a forked child of one that did.
     """
-    global _runtime
+    global _runtime, _begun
     check_fork()
     with _lock:
         if _runtime is None:
             _runtime = Runtime()
+            _begun = True
         return _runtime
 
 
@@ -115,7 +117,7 @@ def is_forked() -> bool:
 def _after_fork() -> None:
     global _lock, _forked
     _lock = threading.RLock()  # some thread of the parent may have held the other one
-    _forked = _runtime is not None
+    _forked = _forked or _begun
 
 
 os.register_at_fork(after_in_child=_after_fork)
