@@ -159,7 +159,8 @@ ENDS = {
     "held by a cycle": "cycle = [stream, memory]; cycle.append(cycle); del cycle, stream, memory",
     "held by a module": "import os; os.kept = (memory, stream)",
     "in a thread that is still there": (
-        "import threading; threading.Thread(target=lambda: (time.sleep(0.2), memory.fill(2))).start()"
+        "import threading\n"
+        "threading.Thread(target=lambda: (threading.main_thread().join(), memory.fill(2))).start()"
     ),
 }
 
@@ -167,7 +168,7 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_a_program_may_end_in_any_order(end: str) -> None:
     program = f"""
-import atexit, ctypes, os, time
+import atexit, ctypes, os
 fake = ctypes.CDLL(os.path.join(os.environ["ASCEND_HOME_PATH"], "lib64", "libascendcl.so"))
 def told():
     texts = [ctypes.create_string_buffer(4096) for _ in range(2)]

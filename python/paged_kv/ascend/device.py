@@ -98,9 +98,9 @@ class Device:
             self.context: int = own
             if previous is not None and previous != own:
                 self.acl.aclrtSetCurrentContext(previous)
-        except BaseException:
+        except DeviceError:
             if not process.shared:
-                self.acl.aclrtResetDevice(index)
+                quietly(self.acl.aclrtResetDevice, index)
             raise
 
     def __repr__(self) -> str:
@@ -175,7 +175,8 @@ class Device:
         """Wait for the device's work, free all that was had from it, and let it go; harmless when repeated.
 
         Its memory, streams and events can't be used afterwards. A device that became unusable
-        works again when it is opened the next time.
+        works again when it is opened the next time; where another library began the runtime, not
+        before that library has reset the device.
         """
         if is_forked():
             return
@@ -185,6 +186,7 @@ class Device:
             inside = Current(self, checked=False)
             quietly(inside.__enter__)
             quietly(self.acl.aclrtSynchronizeDevice)
+            self.closed = True  # from here on other threads are refused
             for stream in (*self._alive(), *self._retired.values()):
                 stream.forget()
             self._retired.clear()
@@ -194,7 +196,6 @@ class Device:
             if not self._process.shared:
                 quietly(self.acl.aclrtResetDevice, self.index)
             inside.__exit__(None, None, None)
-            self.closed = True
             self._process.devices.pop(self.index, None)
 
     def _give_back(self, destroy: str, value: int) -> None:
