@@ -15,7 +15,7 @@ SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find src -name '*.rs')
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test fmt lint lint-rust lint-python test-rust test-python loom loom-quick asan stress mutants bench ascend-cost stubs docs wheel clean
+.PHONY: help demo test fmt lint lint-rust lint-python test-rust test-python loom loom-quick asan neon stress mutants bench ascend-cost stubs docs wheel clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -69,6 +69,11 @@ asan: ## unit, property and stress tests under AddressSanitizer
 	$(CARGO) test --locked --target $(HOST) --target-dir target/asan --lib \
 		$(foreach test,attention cache field_cases pool property stress table,--test $(test)) \
 		-- --include-ignored --skip stopped:: --skip the_environment_chose
+
+# Left out: what asks for huge pages or starts itself again, which the emulator refuses.
+neon: ## compile for 64-bit Arm and run its tests, under emulation where need be (tests/aarch64.sh says what that takes)
+	tests/aarch64.sh --locked --no-fail-fast --lib $(foreach test,attention cache field_cases pool property table,--test $(test)) \
+		-- --skip a_huge_page_is_taken --skip memory_starts_as_zeros --skip the_environment_chooses
 
 stress: $(VENV)/.tools $(VENV)/.extension ## minutes of hammering from many threads, Rust and Python
 	$(CARGO) test --locked --release --test property --test stress -- --include-ignored

@@ -5,6 +5,8 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
 
+#[cfg(target_arch = "aarch64")]
+use super::aarch64::Neon;
 use super::scalar::Scalar;
 #[cfg(target_arch = "x86_64")]
 use super::x86_64::{Avx2, Avx512};
@@ -16,6 +18,8 @@ use crate::error::{Error, Result};
 pub enum Isa {
     /// Plain Rust, on every CPU.
     Scalar,
+    /// NEON: every 64-bit Arm.
+    Neon,
     /// AVX2 with FMA and F16C: x86-64 since Haswell (2013) and Zen (2017).
     Avx2,
     /// AVX-512 F, BW, DQ and VL: x86-64 servers since Skylake (2017) and Zen 4 (2022).
@@ -26,6 +30,8 @@ pub enum Isa {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Level {
     Scalar(Scalar),
+    #[cfg(target_arch = "aarch64")]
+    Neon(Neon),
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
     #[cfg(target_arch = "x86_64")]
@@ -38,6 +44,8 @@ macro_rules! dispatch {
     ($level:expr, $simd:ident => $run:expr) => {
         match $level {
             $crate::kernels::isa::Level::Scalar($simd) => $run,
+            #[cfg(target_arch = "aarch64")]
+            $crate::kernels::isa::Level::Neon($simd) => $run,
             #[cfg(target_arch = "x86_64")]
             $crate::kernels::isa::Level::Avx2($simd) => $run,
             #[cfg(target_arch = "x86_64")]
@@ -54,13 +62,14 @@ const VARIABLE: &str = "PAGED_KV_ISA";
 static CHOSEN: AtomicU8 = AtomicU8::new(0);
 
 impl Isa {
-    /// Every instruction set, slowest first.
-    pub const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
+    /// Every instruction set; of those of one architecture, the slowest first.
+    pub const ALL: [Self; 4] = [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512];
 
     /// The name that [`set_isa`] and `PAGED_KV_ISA` take.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Scalar => "scalar",
+            Self::Neon => "neon",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
         }
@@ -75,6 +84,10 @@ impl Isa {
     fn proof(self) -> Option<Level> {
         match self {
             Self::Scalar => Some(Level::Scalar(Scalar)),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => Neon::new().map(Level::Neon),
+            #[cfg(not(target_arch = "aarch64"))]
+            Self::Neon => None,
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => Avx2::new().map(Level::Avx2),
             #[cfg(target_arch = "x86_64")]

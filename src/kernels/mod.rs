@@ -6,6 +6,8 @@
 #![expect(unsafe_code, reason = "views are raw memory; instructions are chosen at run time")]
 #![expect(clippy::inline_always, reason = "generic code becomes vector code only where it is inlined")]
 
+#[cfg(target_arch = "aarch64")]
+mod aarch64;
 mod flash;
 mod gather;
 mod isa;

@@ -319,7 +319,7 @@ pub(super) fn kv_bytes_per_token(
 /// Parameters
 /// ----------
 /// name : str
-///     ``"scalar"``, ``"avx2"`` or ``"avx512"``. The environment variable ``PAGED_KV_ISA`` does the
+///     ``"scalar"``, ``"neon"``, ``"avx2"`` or ``"avx512"``. The environment variable ``PAGED_KV_ISA`` does the
 ///     same at start.
 ///
 /// Raises

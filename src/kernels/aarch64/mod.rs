@@ -1,0 +1,5 @@
+//! Instruction sets of 64-bit Arm.
+
+mod neon;
+
+pub(super) use neon::Neon;
