@@ -36,6 +36,23 @@ fn a_sequence_has_the_same_bits_alone_and_in_a_batch() {
     }
 }
 
+/// Results of batches of more than one sequence were wrong on Arm: each must have the bits it has alone.
+#[test]
+fn field_c71_batches_of_any_size_have_the_bits_of_one() {
+    for isa in isas() {
+        for kv_dtype in DType::ALL {
+            let case = Case { kv_dtype, group: 4, sequences: vec![(150, 1)], ..Case::default() };
+            case.check();
+            let alone = case.run(isa, pool(1));
+            for size in [2, 3, 8, 17] {
+                let batch = Case { sequences: vec![(150, 1); size], ..case.clone() }.run(isa, pool(2));
+                let want = Outcome { out: alone.out.repeat(size), lse: alone.lse.repeat(size) };
+                assert_eq!(batch.bits(), want.bits(), "{isa} {kv_dtype}, batch of {size}");
+            }
+        }
+    }
+}
+
 #[test]
 fn threads_placement_page_size_and_order_change_no_bit() {
     for isa in isas() {

@@ -8,7 +8,7 @@ use paged_kv::layout::{PageOrder, PagesLayout};
 use paged_kv::storage::{PagesView, RowsView, RowsViewMut};
 
 use crate::harness::{Case, isas, pool};
-use crate::memory::{Array, Rng};
+use crate::memory::Rng;
 
 /// Lanes beyond the last key took part in the softmax: with a query of zeros the result is the mean
 /// of the values, and a padded lane would show.
@@ -159,6 +159,29 @@ fn field_c67_any_page_size() {
     }
 }
 
+/// A type of keys and values worked until a prompt came whose beginning was there already, since that
+/// path lacked it: every type takes every path.
+#[test]
+fn field_c70_every_dtype_on_every_path() {
+    for kv_dtype in DType::ALL {
+        for (len, queries) in [
+            // A whole prompt, long and short; one that is there but for its last tokens, many and few.
+            (90, 90),
+            (9, 9),
+            (600, 40),
+            (600, 15),
+            // Decoding, in one split and in several.
+            (90, 1),
+            (1100, 1),
+        ] {
+            for window_left in [-1, 50] {
+                let case = Case { kv_dtype, window_left, group: 3, ..Case::default() };
+                Case { sequences: vec![(len, queries), (33, 1)], ..case }.check();
+            }
+        }
+    }
+}
+
 #[test]
 fn field_c72_an_instruction_set_can_be_forced_and_what_the_cpu_lacks_is_refused() {
     assert!(Isa::Scalar.is_available() && Isa::detect().is_available());
@@ -261,55 +284,6 @@ fn field_c80_strided_arrays() {
             } else {
                 assert_eq!(x, 7.0, "element {i} lies between rows");
             }
-        }
-    }
-}
-
-/// Offsets beyond 2^31 elements, on memory that is mapped but mostly never touched.
-#[test]
-fn offsets_are_64_bits_wide() {
-    let (dim, page_size, stride) = (8, 4, (1_usize << 31) + 40);
-    let layout = PagesLayout {
-        dtype: DType::BF16,
-        num_pages: 3,
-        num_heads: 1,
-        page_size,
-        head_dim: dim,
-        page_stride: stride,
-        head_stride: page_size * dim,
-        token_stride: dim,
-    };
-    let bytes = layout.span().unwrap() * 2;
-    let mut memory = memmap2::MmapOptions::new().len(bytes).no_reserve_swap().map_anon().unwrap();
-    // SAFETY: the mapping spans the layout and is used by this test alone.
-    let pages = unsafe { PagesView::new(memory.as_mut_ptr(), layout, true) };
-    let mut rng = Rng(31);
-    let rows = Array::new(&rng.floats(8 * dim), DType::BF16);
-    let slots: Vec<i64> = (4..12).collect();
-    paged_kv::attention::write_rows(rows.view([8, 1, dim]), pages, &slots, pool(1)).unwrap();
-    let written = &memory[2 * stride * 2..][..dim * 2];
-    assert!(written.iter().any(|&x| x != 0), "the last page lies where it should");
-
-    let query = rng.floats(dim);
-    let shape = paged_kv::attention::reference::Shape {
-        num_heads: 1,
-        num_kv_heads: 1,
-        head_dim: dim,
-        v_head_dim: dim,
-    };
-    let key = rows.floats();
-    let (want, _) =
-        paged_kv::attention::reference::attention(shape, &query, &key, &key, &AttentionOptions::default());
-    for isa in isas() {
-        let mut out = vec![0.0; dim];
-        let tables =
-            BatchTables { block_table: &[1, 2], max_pages: 2, seq_lens: &[8], cu_seqlens_q: &[0, 1] };
-        let options = AttentionOptions { isa: Some(isa), ..AttentionOptions::default() };
-        let mut out_rows = RowsViewMut::from_slice(&mut out, [1, 1, dim]).unwrap();
-        let query = RowsView::from_slice(&query, [1, 1, dim]).unwrap();
-        paged_attention(query, pages, pages, &tables, &options, &mut out_rows, None, pool(1)).unwrap();
-        for (got, want) in out.iter().zip(&want) {
-            assert!((f64::from(*got) - want).abs() < 1e-6, "{isa}: {got}, not {want}");
         }
     }
 }

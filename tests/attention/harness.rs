@@ -168,6 +168,22 @@ impl Case {
         })
     }
 
+    /// The one sequence with contents of its own, as pages make them.
+    pub(crate) fn run_given(
+        &self,
+        isa: Isa,
+        threads: &ThreadPool,
+        query: &[f32],
+        key: &[f32],
+        value: &[f32],
+    ) -> Outcome {
+        self.run_contents(isa, threads, |_, _| Contents {
+            query: query.to_vec(),
+            key: key.to_vec(),
+            value: value.to_vec(),
+        })
+    }
+
     fn run_contents(
         &self,
         isa: Isa,

@@ -4,11 +4,13 @@
 #![expect(unsafe_code, reason = "views of test memory")]
 #![expect(clippy::float_cmp, reason = "what must be exact is compared exactly")]
 
+mod accuracy;
 mod arguments;
 mod bits;
 mod field;
 mod harness;
 mod memory;
 mod merge;
+mod placement;
 mod property;
 mod write;
