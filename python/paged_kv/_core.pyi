@@ -19,6 +19,7 @@ __all__ = [
     "Tensor",
     "__version__",
     "alibi_slopes",
+    "attention_shapes",
     "bench_attention",
     "bench_cases",
     "bench_pool",
@@ -384,6 +385,7 @@ def bench_attention(
     threads: _Seq[int] | None = None,
     rotated_bytes: int = 1073741824,
 ) -> list[dict[str, Any]]: ...
+def attention_shapes() -> list[dict[str, Any]]: ...
 def bench_pool(repetitions: int) -> list[dict[str, Any]]: ...
 def bench_cases(
     cases: _Seq[tuple[int, Callable[[], object] | None, Callable[[int], object]]],

@@ -90,6 +90,29 @@ pub(super) fn bench_attention(
     dicts(py, py.detach(|| attention::attention(&plan, |_| {}))?)
 }
 
+/// The shapes that :func:`bench_attention` measures.
+///
+/// Returns
+/// -------
+/// list of dict
+///     One per case, with ``name``, ``batch`` (sequences), ``len`` (tokens of each, new ones included),
+///     ``queries`` (new tokens of each), ``num_heads``, ``num_kv_heads`` and ``head_dim``.
+#[pyfunction]
+pub(super) fn attention_shapes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
+    let dict = |shape: attention::Shape| {
+        let dict = PyDict::new(py);
+        dict.set_item("name", shape.name)?;
+        dict.set_item("batch", shape.batch)?;
+        dict.set_item("len", shape.len)?;
+        dict.set_item("queries", shape.queries)?;
+        dict.set_item("num_heads", shape.num_heads)?;
+        dict.set_item("num_kv_heads", shape.num_kv_heads)?;
+        dict.set_item("head_dim", shape.head_dim)?;
+        Ok(dict)
+    };
+    attention::SHAPES.into_iter().map(dict).collect()
+}
+
 fn dicts(py: Python<'_>, records: Vec<Record>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let dict = |record: Record| {
         let dict = PyDict::new(py);

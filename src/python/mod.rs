@@ -33,7 +33,9 @@ mod _core {
     use super::batch_view::BatchView;
     #[cfg(feature = "bench")]
     #[pymodule_export]
-    use super::bench::{bench_attention, bench_cases, bench_pool, compare_exchange_pairs, read_lines};
+    use super::bench::{
+        attention_shapes, bench_attention, bench_cases, bench_pool, compare_exchange_pairs, read_lines,
+    };
     #[pymodule_export]
     use super::cache::KvCache;
     #[pymodule_export]

@@ -1,12 +1,17 @@
 """``paged-kv bench``: what it writes, never how fast anything is."""
 
 import json
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from paged_kv import _core
-from paged_kv.cli import bench
+from paged_kv.cli import bench, bench_attention, bench_plot
+from paged_kv.cli.app import app
+from paged_kv.cli.bench_attention import Shape
 from paged_kv.cli.bench_cache import bench_cache
 
 KEYS = {
@@ -108,3 +113,89 @@ def test_the_first_exception_ends_a_measurement() -> None:
 def test_a_repetition_at_least(measure) -> None:
     with pytest.raises(ValueError, match="repetitions is 0"):
         measure(0)
+
+
+DECODE = Shape(name="d2", batch=3, len=70, queries=1, num_heads=6, num_kv_heads=2, head_dim=16)
+PREFILL = Shape(name="p1", batch=2, len=600, queries=300, num_heads=4, num_kv_heads=2, head_dim=8)
+
+
+@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+def test_numpy_computes_the_same_and_takes_turns(shape: Shape, page_size: int) -> None:
+    ours, numpy = bench_attention.callables(shape, page_size, threads=2)
+    np.testing.assert_allclose(ours(), numpy(), atol=1e-5)
+    rows = bench_attention.beside_numpy(shape, page_size, 1, 1)
+    assert [row["impl"] for row in rows] == [bench_attention.US, bench_attention.NUMPY]
+    for row in rows:
+        assert {key: type(value) for key, value in row.items()} == KEYS
+        assert row["unit"] == "ms"
+        assert row["limit"] == rows[0]["value"]
+        assert row["ratio"] == pytest.approx(row["value"] / row["limit"])
+
+
+def test_a_peer_that_computes_something_else_is_no_peer(monkeypatch) -> None:
+    monkeypatch.setattr(bench_attention, "contiguous_attention", lambda query, *_: query)
+    with pytest.raises(RuntimeError, match="p1: numpy and paged_kv differ by"):
+        bench_attention.beside_numpy(PREFILL, 16, 1, 1)
+
+
+def test_float32_is_measured_beside_numpy(monkeypatch) -> None:
+    monkeypatch.setattr(bench_attention._core, "bench_attention", lambda *_, **__: [])
+    monkeypatch.setattr(bench_attention, "shapes", lambda: {"d2": DECODE})
+    rows = bench_attention.bench_attention(1, cases=["d2"], threads=[1, 2], page_sizes=[16])
+    assert [row["threads"] for row in rows] == [1, 1, 2, 2]
+    assert bench_attention.bench_attention(1, cases=["d2"], dtypes=["bfloat16"]) == []
+
+
+def row(case: str, impl: str, value: float, unit: str, threads: int = 2) -> dict:
+    return {"case": case, "impl": impl, "value": value, "unit": unit, "threads": threads}
+
+
+FIGURES = [
+    row("d2 float32 page 16 limit", "reading the pages", 30.0, "GB/s"),
+    row("d2 float32 page 16 adjacent", "paged_kv", 24.0, "GB/s"),
+    row("d2 bfloat16 page 16 scattered", "paged_kv", 20.0, "GB/s"),
+    row("p1 float32 page 16 limit", "multiply-adds", 200.0, "GFLOP/s"),
+    row("p1 float32 page 16 adjacent", "paged_kv", 150.0, "GFLOP/s"),
+    row("d2 float32 page 16 adjacent, a call", "paged_kv", 10.0, "ms"),
+    row("d2 float32 contiguous, a call", "numpy (BLAS)", 20.0, "ms"),
+]
+
+
+def test_a_case_stands_at_its_operations_per_byte() -> None:
+    found = {(point.case, point.dtype, point.kind): point for point in bench_plot.points(FIGURES)}
+    # A group of four query heads: 4 · 4 operations per element of a key and a value, thus of 8 bytes.
+    ours = found["d2", "float32", "adjacent"]
+    assert (ours.intensity, ours.rate) == pytest.approx((2.0, 48.0))
+    assert found["d2", "bfloat16", "scattered"].rate == pytest.approx(80.0)
+    assert found["p1", "float32", "adjacent"].rate == 150.0
+    # 16 sequences of 2048 tokens, 32 heads of 128: 0.537 GFLOP in 20 ms.
+    assert found["d2", "float32", "numpy (BLAS)"].rate == pytest.approx(26.8, abs=0.1)
+    assert len(found) == 4
+    assert bench_plot.roofs(FIGURES) == {2: {"GB/s": 30.0, "GFLOP/s": 200.0}}
+
+
+@pytest.mark.parametrize("name", ["roof.png", "roof.svg"])
+def test_a_roofline_is_drawn(tmp_path: Path, monkeypatch, name: str) -> None:
+    monkeypatch.setitem(bench.BENCHES, "attention", lambda **_: [{**row, **REST} for row in FIGURES])
+    bench.run_bench("attention", None, plot_file=tmp_path / name)
+    drawn = (tmp_path / name).read_bytes()
+    assert drawn.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
+    assert len(drawn) > 10_000
+
+
+REST = {"low": 1.0, "high": 1.0, "limit": 1.0, "ratio": 1.0, "kept": 1, "discarded": 0, "yardstick": ""}
+
+
+def test_what_cannot_be_drawn_is_said_before_anything_is_measured(monkeypatch) -> None:
+    def fail(**_: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setitem(bench.BENCHES, "attention", fail)
+    refused = CliRunner().invoke(app, ["bench", "attention", "--plot", "roof.txt"])
+    assert (refused.exit_code, "is not a picture" in refused.stderr) == (1, True)
+    monkeypatch.delitem(sys.modules, "paged_kv.cli.bench_plot", raising=False)
+    for module in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
+    absent = CliRunner().invoke(app, ["bench", "attention", "--plot", "roof.png"])
+    assert (absent.exit_code, "pip install 'paged-kv[plot]'" in absent.stderr) == (2, True)

@@ -21,6 +21,7 @@ ALLOWED = {
         "paged_kv.llm",
         "paged_kv.plan",
         "paged_kv.cli",
+        "matplotlib",
         "PIL",
         "rich",
         "threadpoolctl",

@@ -20,6 +20,7 @@ app.add_typer(bench_app, name="bench")
 
 _EXTRA_OF = dict.fromkeys(("gguf", "jinja2", "platformdirs", "tokenizers"), "llm")
 _EXTRA_OF |= dict.fromkeys(("PIL", "rich", "threadpoolctl"), "cli")
+_EXTRA_OF["matplotlib"] = "plot"
 
 Model = Annotated[
     Path | None,
@@ -238,8 +239,14 @@ def bench_attention(
     ] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each case.")] = 5,
     json_file: JsonFile = None,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", metavar="FILE", help="Also draw a roofline: .png, .svg or .pdf, by matplotlib."
+        ),
+    ] = None,
 ) -> None:
-    """Measure attention beside reading the same memory, or multiply-adds: some minutes.
+    """Measure attention beside reading the same memory, or multiply-adds, and beside numpy: some minutes.
 
     Options that choose can be given several times.
     """
@@ -251,6 +258,7 @@ def bench_attention(
         dtypes=dtypes,
         page_sizes=page_sizes,
         threads=threads,
+        plot_file=plot_file,
     )
 
 

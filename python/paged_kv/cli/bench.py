@@ -9,18 +9,23 @@ from rich.console import Console
 from rich.table import Table
 
 from paged_kv import _core
+from paged_kv.cli.bench_attention import bench_attention
 from paged_kv.cli.bench_cache import bench_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-BENCHES = {"attention": _core.bench_attention, "pool": _core.bench_pool, "cache": bench_cache}
+BENCHES = {"attention": bench_attention, "pool": _core.bench_pool, "cache": bench_cache}
 REPETITIONS = 101
 
 
 def run_bench(
-    name: str, json_file: Path | None, repetitions: int = REPETITIONS, **choices: Sequence[str | int] | None
+    name: str,
+    json_file: Path | None,
+    repetitions: int = REPETITIONS,
+    plot_file: Path | None = None,
+    **choices: Sequence[str | int] | None,
 ) -> None:
     """Measure `name` and show the figures.
 
@@ -34,12 +39,25 @@ def run_bench(
         (value / limit), kept and discarded (repetitions in which a thread waited for a core).
     repetitions : int
         Of each case; all cases take turns.
+    plot_file : Path, optional
+        Where to draw the figures of attention as a roofline. Needs matplotlib.
     **choices
         What else the benchmark takes, to measure less.
+
+    Raises
+    ------
+    ModuleNotFoundError, ValueError
+        Before anything is measured, where `plot_file` can't be drawn.
     """
+    if plot_file is not None:
+        from paged_kv.cli.bench_plot import check_format, plot
+
+        check_format(plot_file)
     rows: list[dict[str, Any]] = BENCHES[name](repetitions=repetitions, **choices)
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    if plot_file is not None:
+        plot(rows, plot_file)
     Console().print(bench_table(name, rows))
 
 

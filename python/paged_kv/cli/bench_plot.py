@@ -1,0 +1,212 @@
+"""The figures of ``paged-kv bench attention`` as a roofline picture, by matplotlib.
+
+Williams, Waterman and Patterson, "Roofline: an insightful visual performance model" (2009): how many
+operations a second a case reaches, over how many it does per byte it must read. Under the slope memory
+binds, under the flat roof arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from paged_kv.cli.bench_attention import NUMPY, US, shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+_COLOURS = {"float32": "#1f77b4", "float16": "#2ca02c", "bfloat16": "#d62728"}
+_MARKERS = {"adjacent": "o", "scattered": "s", NUMPY: "X"}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One case: where it stands under the roof.
+
+    Attributes
+    ----------
+    case, dtype : str
+        ``d2``, ``bfloat16``.
+    kind : str
+        ``adjacent`` or ``scattered`` pages, or numpy.
+    threads : int
+        Of the run.
+    intensity : float
+        Operations per byte of keys and values.
+    rate : float
+        GFLOP/s.
+    """
+
+    case: str
+    dtype: str
+    kind: str
+    threads: int
+    intensity: float
+    rate: float
+
+
+def points(rows: Iterable[Mapping[str, Any]]) -> list[Point]:
+    """Find the cases among the figures, each as a rate of operations."""
+    every = shapes()
+    found = []
+    for row in rows:
+        name, dtype, *_ = row["case"].split()
+        if row["impl"] not in (US, NUMPY) or (row["impl"] == US and row["unit"] == "ms"):
+            continue
+        shape = every[name]
+        intensity = shape.operations / shape.bytes_read(_ITEMSIZE[dtype])
+        rate = {
+            "GB/s": row["value"] * intensity,
+            "GFLOP/s": row["value"],
+            "ms": shape.operations / row["value"] / 1e6,
+        }[row["unit"]]
+        kind = NUMPY if row["impl"] == NUMPY else row["case"].split()[-1]
+        found.append(Point(name, dtype, kind, row["threads"], intensity, rate))
+    return found
+
+
+def roofs(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+    """Find the limits: for each number of threads the best bandwidth and rate of multiply-adds seen.
+
+    Returns
+    -------
+    dict of int to dict
+        Threads to ``"GB/s"`` and ``"GFLOP/s"``, those that were measured.
+    """
+    best: dict[int, dict[str, float]] = {}
+    for row in rows:
+        if row["case"].endswith("limit"):
+            of_threads = best.setdefault(row["threads"], {})
+            of_threads[row["unit"]] = max(of_threads.get(row["unit"], 0.0), row["value"])
+    return best
+
+
+def plot(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Draw the picture, one panel for each number of threads.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        What `bench_attention` returned.
+    file : Path
+        Its suffix says the format: ``.png``, ``.svg``, ``.pdf``.
+
+    Raises
+    ------
+    ValueError
+        If matplotlib can't write such a format.
+    """
+    check_format(file)
+    cases, limits = points(rows), roofs(rows)
+    panels = sorted(limits)
+    figure = Figure(figsize=(7 * len(panels), 6), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+    intensities = [point.intensity for point in cases]
+    left, right = min(intensities) / 2, max(*intensities, 100.0) * 2
+    for axis, threads in zip(axes[0], panels, strict=True):
+        limit = limits[threads]
+        _draw_roof(axis, limit, left, right)
+        here = [point for point in cases if point.threads == threads]
+        for point in here:
+            axis.plot(
+                point.intensity,
+                point.rate,
+                _MARKERS[point.kind],
+                color=_COLOURS[point.dtype],
+                markersize=7,
+                alpha=0.8,
+                fillstyle="none" if point.kind == "scattered" else "full",
+            )
+        _name_cases(axis, here)
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlim=(left, right),
+            xlabel="operations per byte of keys and values",
+            title=f"{threads} thread{'s' if threads > 1 else ''}",
+        )
+        axis.grid(which="both", alpha=0.2)
+    axes[0][0].set_ylabel("GFLOP/s")
+    figure.suptitle("paged-kv bench attention")
+    axes[0][-1].legend(handles=_legend(cases), loc="lower right")
+    figure.savefig(file, dpi=120)
+
+
+def check_format(file: Path) -> None:
+    """Refuse a file that matplotlib could not write, before anything is measured.
+
+    Raises
+    ------
+    ValueError
+        With the formats there are.
+    """
+    known = sorted(Figure().canvas.get_supported_filetypes())
+    if file.suffix.removeprefix(".").lower() not in known:
+        raise ValueError(f"{file.name!r} is not a picture; the suffix is one of {', '.join(known)}")
+
+
+def _draw_roof(axis: Any, limit: Mapping[str, float], left: float, right: float) -> None:
+    bandwidth, peak = limit.get("GB/s"), limit.get("GFLOP/s")
+    if bandwidth is not None:
+        end = right if peak is None else peak / bandwidth
+        axis.plot([left, end], [left * bandwidth, end * bandwidth], color="black", linewidth=1.5)
+        # Above the slope, where no point can lie.
+        high = left**0.2 * end**0.8
+        axis.annotate(
+            f"reading: {bandwidth:.0f} GB/s",
+            (high, high * bandwidth),
+            (-6, 8),
+            textcoords="offset points",
+            ha="right",
+        )
+    if peak is not None:
+        start = left if bandwidth is None else peak / bandwidth
+        axis.plot([start, right], [peak, peak], color="black", linewidth=1.5)
+        axis.annotate(
+            f"multiply-adds: {peak:.0f} GFLOP/s",
+            (right / 1.1, peak),
+            (0, 5),
+            textcoords="offset points",
+            ha="right",
+        )
+
+
+def _name_cases(axis: Any, here: Iterable[Point]) -> None:
+    """Write below each column of points which cases stand in it."""
+    columns: dict[float, set[str]] = {}
+    for point in here:
+        columns.setdefault(round(point.intensity, 3), set()).add(point.case)
+    for intensity, names in columns.items():
+        lowest = min(point.rate for point in here if round(point.intensity, 3) == intensity)
+        axis.annotate(
+            " ".join(sorted(names)),
+            (intensity, lowest),
+            (0, -16),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8,
+        )
+
+
+def _legend(cases: Iterable[Point]) -> list[Line2D]:
+    cases = list(cases)
+    dtypes = [dtype for dtype in _COLOURS if any(point.dtype == dtype for point in cases)]
+    kinds = [kind for kind in _MARKERS if any(point.kind == kind for point in cases)]
+    labels = {"adjacent": "pages adjacent", "scattered": "pages scattered", NUMPY: NUMPY + ", contiguous"}
+    return [Line2D([], [], color=_COLOURS[dtype], linewidth=4, label=dtype) for dtype in dtypes] + [
+        Line2D(
+            [],
+            [],
+            color="black",
+            marker=_MARKERS[kind],
+            linestyle="",
+            fillstyle="none" if kind == "scattered" else "full",
+            label=labels[kind],
+        )
+        for kind in kinds
+    ]
