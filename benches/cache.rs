@@ -30,6 +30,7 @@ fn cache(num_layers: usize, num_pages: u32) -> KvCache {
         head_dim: 128,
         v_head_dim: 128,
         dtype: DType::BF16,
+        head_scales: false,
         order: PageOrder::Hnd,
     };
     let region = RegionOptions::default();

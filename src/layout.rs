@@ -6,6 +6,9 @@ use std::str::FromStr;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 
+/// Bytes of a scale.
+const SCALE: usize = size_of::<f32>();
+
 /// Order of the axes inside one page of one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PageOrder {
@@ -112,7 +115,8 @@ impl FromStr for Which {
 }
 
 /// The shape of a whole cache. Per layer `[num_pages, 2 (K, V), one page in PageOrder]`, so that
-/// one page of one layer is one contiguous block.
+/// one page of one layer is one contiguous block. Scales of a quantised type (float32, one per
+/// token and head, `[2 (K, V), the same order]`) are the block's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheLayout {
     /// Layers; 0 keeps tables only.
@@ -129,6 +133,9 @@ pub struct CacheLayout {
     pub v_head_dim: usize,
     /// Element type.
     pub dtype: DType,
+    /// Of a quantised type: whether each head has one scale, given beforehand, instead of one per
+    /// token that lives with the page.
+    pub head_scales: bool,
     /// Order of the axes in a page.
     pub order: PageOrder,
 }
@@ -142,12 +149,30 @@ impl CacheLayout {
             .ok_or_else(|| self.overflow())
     }
 
-    /// Bytes of one page in one layer, K and V together.
+    /// Bytes of one page in one layer: K and V together, and their scales.
     pub fn page_bytes(&self) -> Result<usize> {
-        self.token_elements()?
+        let elements = self
+            .token_elements()?
             .checked_mul(self.page_size)
             .and_then(|n| n.checked_mul(self.dtype.size()))
+            .ok_or_else(|| self.overflow())?;
+        if !self.has_token_scales() {
+            return Ok(elements);
+        }
+        elements
+            .checked_next_multiple_of(SCALE)
+            .and_then(|n| n.checked_add(self.scale_plane()?.checked_mul(2)?))
             .ok_or_else(|| self.overflow())
+    }
+
+    /// Whether scales live with the pages.
+    pub fn has_token_scales(&self) -> bool {
+        self.dtype.is_quantised() && !self.head_scales
+    }
+
+    /// Bytes of the scales of one page's keys, or values.
+    fn scale_plane(&self) -> Option<usize> {
+        self.num_kv_heads.checked_mul(self.page_size)?.checked_mul(SCALE)
     }
 
     /// Bytes of one layer.
@@ -186,6 +211,30 @@ impl CacheLayout {
         })
     }
 
+    /// Strides of the scales of one layer's keys or values, as pages of one float32 per token. A
+    /// page's first lies [`scale_offset`](Self::scale_offset) bytes behind its first key; scales per
+    /// head are not in the pages.
+    pub fn scales(&self, which: Which) -> Result<PagesLayout> {
+        let pages = self.pages(which)?;
+        let (head_stride, token_stride) = match self.order {
+            PageOrder::Hnd => (self.page_size, 1),
+            PageOrder::Nhd => (1, self.num_kv_heads),
+        };
+        let scales = PagesLayout { dtype: DType::F32, head_dim: 1, ..pages };
+        Ok(if self.head_scales {
+            PagesLayout { page_stride: 0, head_stride: 1, token_stride: 0, ..scales }
+        } else {
+            PagesLayout { page_stride: self.page_bytes()? / SCALE, head_stride, token_stride, ..scales }
+        })
+    }
+
+    /// Bytes from a page's first key to the first scale of its keys, or of its values.
+    pub fn scale_offset(&self, which: Which) -> usize {
+        let elements = self.num_kv_heads * self.page_size * (self.head_dim + self.v_head_dim);
+        let plane = self.num_kv_heads * self.page_size * SCALE;
+        (elements * self.dtype.size()).next_multiple_of(SCALE) + which as usize * plane
+    }
+
     /// Elements from a page's first key to its first value.
     pub fn value_offset(&self) -> usize {
         self.num_kv_heads * self.page_size * self.head_dim
@@ -197,7 +246,8 @@ impl CacheLayout {
 }
 
 /// Bytes that one token of context costs over all layers: `layers · kv_heads · (head_dim +
-/// v_head_dim) · bytes per element`.
+/// v_head_dim) · bytes per element`, and 8 bytes of scales per layer and KV head for a quantised
+/// type.
 pub fn kv_bytes_per_token(
     num_layers: usize,
     num_kv_heads: usize,
@@ -213,6 +263,7 @@ pub fn kv_bytes_per_token(
         head_dim,
         v_head_dim,
         dtype,
+        head_scales: false,
         order: PageOrder::Hnd,
     };
     one_token.total_bytes()
@@ -260,6 +311,7 @@ mod tests {
             head_dim: 8,
             v_head_dim: 6,
             dtype: DType::BF16,
+            head_scales: false,
             order,
         }
     }
@@ -287,6 +339,29 @@ mod tests {
     }
 
     #[test]
+    fn scales_are_the_end_of_the_block_they_belong_to() {
+        for order in [PageOrder::Hnd, PageOrder::Nhd] {
+            // 3 tokens of 2 heads of 13 bytes: the scales begin at the next multiple of 4.
+            let shape = CacheLayout { page_size: 3, head_dim: 8, v_head_dim: 5, ..layout(order) };
+            let cache = CacheLayout { dtype: DType::I8, ..shape };
+            assert_eq!(cache.page_bytes().unwrap(), 80 + 2 * 6 * 4);
+            let mut seen = vec![false; cache.page_bytes().unwrap() * 5];
+            for which in [Which::Key, Which::Value] {
+                let scales = cache.scales(which).unwrap();
+                for (page, head, token) in (0..5 * 6).map(|i| (i / 6, i / 3 % 2, i % 3)) {
+                    let at = cache.scale_offset(which) + 4 * scales.offset(page, head, token);
+                    assert!(at >= page * 128 + 80, "behind the page's elements");
+                    seen[at..at + 4].iter_mut().for_each(|seen| assert!(!std::mem::replace(seen, true)));
+                }
+            }
+            assert_eq!(seen.iter().filter(|&&seen| seen).count(), 5 * 2 * 6 * 4);
+            let heads = CacheLayout { head_scales: true, ..cache };
+            assert_eq!(heads.page_bytes().unwrap(), 3 * 2 * 13);
+            assert_eq!(heads.scales(Which::Value).unwrap().offset(4, 1, 2), 1);
+        }
+    }
+
+    #[test]
     fn sizes_that_overflow_are_refused() {
         let mut cache = layout(PageOrder::Hnd);
         cache.num_pages = usize::MAX / 64;
@@ -299,6 +374,7 @@ mod tests {
     #[test]
     fn llama_3_70b_takes_320_kib_per_token() {
         assert_eq!(kv_bytes_per_token(80, 8, 128, 128, DType::BF16).unwrap(), 320 << 10);
+        assert_eq!(kv_bytes_per_token(80, 8, 128, 128, DType::I8).unwrap(), (160 << 10) + 80 * 8 * 8);
     }
 
     #[test]

@@ -19,6 +19,7 @@ fn options(num_layers: usize, num_pages: usize) -> CacheOptions {
             head_dim: 8,
             v_head_dim: 6,
             dtype: DType::F32,
+            head_scales: false,
             order: PageOrder::Hnd,
         },
         null_page: false,

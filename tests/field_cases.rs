@@ -26,6 +26,7 @@ fn options(num_pages: usize, page_size: usize, num_layers: usize) -> CacheOption
             head_dim: 8,
             v_head_dim: 8,
             dtype: DType::F32,
+            head_scales: false,
             order: PageOrder::Hnd,
         },
         null_page: false,

@@ -42,6 +42,7 @@ fn options(num_layers: usize, num_pages: usize) -> CacheOptions {
             head_dim: 128,
             v_head_dim: 128,
             dtype: DType::BF16,
+            head_scales: false,
             order: PageOrder::Hnd,
         },
         null_page: false,

@@ -43,6 +43,7 @@ class _DLPack(Protocol):
 
 _Array: TypeAlias = npt.NDArray[Any] | _DLPack
 _Integers: TypeAlias = _Array | _Seq[int]
+_Scale: TypeAlias = float | _Array
 _Layout: TypeAlias = Literal["HND", "NHD"]
 
 @final
@@ -119,6 +120,8 @@ class KvCache:
         num_pages: int | None = None,
         memory: int | str | None = None,
         dtype: object = None,
+        k_scale: _Scale | None = None,
+        v_scale: _Scale | None = None,
         layout: _Layout = "HND",
         window_left: int = -1,
         device: object = None,
@@ -184,6 +187,8 @@ class KvCache:
     def copy_pages(self, copies: npt.NDArray[Any] | _Seq[tuple[int, int]]) -> None: ...
     def key_pages(self, layer: int, writable: bool = False) -> Tensor: ...
     def value_pages(self, layer: int, writable: bool = False) -> Tensor: ...
+    def key_scales(self, layer: int, writable: bool = False) -> Tensor: ...
+    def value_scales(self, layer: int, writable: bool = False) -> Tensor: ...
     def stats(self, detail: bool = False) -> _Stats: ...
     def validate(self) -> None: ...
     def page_map(self) -> _PageMap: ...
@@ -342,6 +347,8 @@ def paged_attention(
     seq_lens: _Array,
     cu_seqlens_q: _Array,
     *,
+    k_scale: _Scale | None = None,
+    v_scale: _Scale | None = None,
     layout: _Layout = "HND",
     scale: float | None = None,
     causal: bool = True,
@@ -360,6 +367,8 @@ def write_pages(
     value_pages: _Array,
     slot_mapping: _Array,
     *,
+    k_scale: _Scale | None = None,
+    v_scale: _Scale | None = None,
     layout: _Layout = "HND",
 ) -> None: ...
 def merge_states(out_a: _Array, lse_a: _Array, out_b: _Array, lse_b: _Array) -> tuple[Any, Any]: ...

@@ -1,8 +1,10 @@
 //! Every argument is judged here before anything is written.
 
 use super::{AttentionOptions, BatchTables};
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::Mask;
+use crate::layout::PagesLayout;
 use crate::storage::{PagesView, RowsView, RowsViewMut};
 
 /// One sequence of a batch, checked.
@@ -34,13 +36,18 @@ pub(super) fn shapes(
             key.num_heads, value.head_dim, key.page_size
         )));
     }
-    let of_pages = |l: &crate::layout::PagesLayout| (l.num_pages, l.num_heads, l.page_size, l.dtype);
+    let of_pages = |l: &PagesLayout| (l.num_pages, l.num_heads, l.page_size, l.dtype);
     if of_pages(key) != of_pages(value) {
         return Err(Error::Layout(format!(
             "key and value pages must agree in (pages, heads, page_size, dtype): {:?} and {:?}",
             of_pages(key),
             of_pages(value)
         )));
+    }
+    scales("key", key_pages)?;
+    scales("value", value_pages)?;
+    if query.dtype().is_quantised() {
+        return Err(Error::Layout(format!("query is {}: only pages hold such elements", query.dtype())));
     }
     if head_dim != key.head_dim {
         return Err(Error::Layout(format!("query head_dim {head_dim}, key head_dim {}", key.head_dim)));
@@ -70,6 +77,28 @@ pub(super) fn shapes(
         )));
     }
     Ok(())
+}
+
+/// Quantised pages have scales, one per token and head or one per head; others have none.
+pub(super) fn scales(name: &str, pages: &PagesView) -> Result<()> {
+    let layout = pages.layout();
+    match (layout.dtype.is_quantised(), pages.scales()) {
+        (false, None) => Ok(()),
+        (true, None) => Err(Error::Layout(format!("{name} pages of {} need scales", layout.dtype))),
+        (false, Some(_)) => Err(Error::Layout(format!("{name} pages of {} have no scales", layout.dtype))),
+        (true, Some(scales)) => {
+            let of = |l: &PagesLayout| (l.num_pages, l.num_heads, l.page_size);
+            if of(&scales.layout) == of(layout) && scales.layout.dtype == DType::F32 {
+                return Ok(());
+            }
+            Err(Error::Layout(format!(
+                "scales of {name} pages are {} for (pages, heads, page_size) {:?}, not float32 for {:?}",
+                scales.layout.dtype,
+                of(&scales.layout),
+                of(layout)
+            )))
+        }
+    }
 }
 
 /// Numbers are finite and in range.

@@ -1,6 +1,8 @@
 //! Putting keys and values into pages, and copying tokens from page to page.
 
 use super::ThreadPool;
+use super::check::scales as check_scales;
+use super::threads::Workers;
 use crate::error::{Error, Result};
 use crate::ids::PageId;
 use crate::kernels;
@@ -10,13 +12,18 @@ use crate::storage::{PagesView, RowsView};
 /// Writes the keys and values of new tokens into their slots, converted to the pages' dtype
 /// (rounded to nearest, ties to even).
 ///
+/// For quantised pages each token and head gets the scale that makes its largest number the largest
+/// of the type, 0 if all are zero; where a head has one scale, numbers beyond the largest become
+/// the largest.
+///
 /// `key`: `[tokens, num_kv_heads, head_dim]`, `value`: `[tokens, num_kv_heads, v_head_dim]`,
 /// `slot_mapping`: `[tokens]`, slot `page * page_size + offset` or -1 to skip the token. Where a
 /// slot is named twice the later token wins, whatever the number of threads.
 ///
 /// # Errors
 /// [`Error::Layout`] where shapes differ, pages are read-only or their slots overlap;
-/// [`Error::InvalidPage`] or [`Error::Value`] for a slot outside the pool. Nothing is written then.
+/// [`Error::InvalidPage`] or [`Error::Value`] for a slot outside the pool, and [`Error::Value`] for a
+/// number that is not finite on its way into quantised pages. Nothing is written then.
 pub fn write_pages(
     key: RowsView,
     value: RowsView,
@@ -34,7 +41,7 @@ pub fn write_pages(
     }
     check_write("key", &key, &key_pages, slot_mapping)?;
     check_write("value", &value, &value_pages, slot_mapping)?;
-    scatter(&[(key, key_pages), (value, value_pages)], slot_mapping, threads)
+    scatter(&[("key", key, key_pages), ("value", value, value_pages)], slot_mapping, threads)
 }
 
 /// [`write_pages`] for keys alone, or for a cache whose values are part of its keys (MLA).
@@ -45,11 +52,12 @@ pub fn write_rows(
     threads: &ThreadPool,
 ) -> Result<()> {
     check_write("rows", &rows, &pages, slot_mapping)?;
-    scatter(&[(rows, pages)], slot_mapping, threads)
+    scatter(&[("rows", rows, pages)], slot_mapping, threads)
 }
 
 /// Copies the first `tokens` slots of page `source` to page `destination`, every head: the copy of
-/// copy-on-write, which must not touch slots that were never computed.
+/// copy-on-write, which must not touch slots that were never computed. Scales that live with them
+/// go along.
 ///
 /// # Errors
 /// [`Error::InvalidPage`] for a page outside the pool or a page copied to itself;
@@ -85,6 +93,10 @@ fn check_write(name: &str, rows: &RowsView, pages: &PagesView, slot_mapping: &[i
         )));
     }
     check_writable(pages)?;
+    check_scales(name, pages)?;
+    if rows.dtype().is_quantised() {
+        return Err(Error::Layout(format!("{name} is {}: only pages hold such elements", rows.dtype())));
+    }
     let page_size = layout.page_size as i64;
     let end = (layout.num_pages as i64).saturating_mul(page_size);
     for (token, &slot) in slot_mapping.iter().enumerate() {
@@ -108,7 +120,10 @@ fn check_writable(pages: &PagesView) -> Result<()> {
             pages.layout()
         )));
     }
-    Ok(())
+    match pages.token_scales() {
+        Some(scales) => check_writable(&scales),
+        None => Ok(()),
+    }
 }
 
 /// Whether the strides keep all slots apart (as for a dense array, a slice or a transpose of one).
@@ -138,9 +153,13 @@ const SLOTS_TOGETHER: usize = 16;
 const MOST_PARTS: usize = 16;
 
 /// Needs checked arguments.
-fn scatter(writes: &[(RowsView, PagesView)], slot_mapping: &[i64], threads: &ThreadPool) -> Result<()> {
-    let elements: usize = writes.iter().map(|(rows, _)| rows.shape().iter().product::<usize>()).sum();
+fn scatter(writes: &[(&str, RowsView, PagesView)], slot_mapping: &[i64], threads: &ThreadPool) -> Result<()> {
+    let elements: usize = writes.iter().map(|(_, rows, _)| rows.shape().iter().product::<usize>()).sum();
     let workers = threads.workers(elements as u64)?;
+    let scales = writes
+        .iter()
+        .map(|(name, rows, pages)| scales(name, rows, pages, slot_mapping, workers))
+        .collect::<Result<Vec<_>>>()?;
     // Every part looks at all slots, and a few already take all the bandwidth there is.
     let parts = workers.count().min(MOST_PARTS);
     workers.for_each((0..parts).collect(), |part| {
@@ -149,11 +168,51 @@ fn scatter(writes: &[(RowsView, PagesView)], slot_mapping: &[i64], threads: &Thr
             if slot / SLOTS_TOGETHER % parts != part {
                 continue;
             }
-            for (rows, pages) in writes {
-                let page_size = pages.layout().page_size;
-                kernels::write_slot(rows, token, pages, slot / page_size, slot % page_size);
+            for ((_, rows, pages), scales) in writes.iter().zip(&scales) {
+                let layout = pages.layout();
+                let (page, slot) = (slot / layout.page_size, slot % layout.page_size);
+                let scales = if scales.is_empty() { &[] } else { &scales[token * layout.num_heads..] };
+                kernels::write_slot(rows, token, scales, pages, page, slot);
             }
         }
     });
     Ok(())
+}
+
+/// The scales of quantised rows, `[tokens, heads]`; none for other pages.
+fn scales(
+    name: &str,
+    rows: &RowsView,
+    pages: &PagesView,
+    slot_mapping: &[i64],
+    workers: Workers,
+) -> Result<Vec<f32>> {
+    let (dtype, heads) = (pages.layout().dtype, pages.layout().num_heads);
+    if !dtype.is_quantised() || heads == 0 {
+        return Ok(Vec::new());
+    }
+    let mut scales = vec![0.0; slot_mapping.len() * heads];
+    let together = slot_mapping.len().div_ceil(workers.count()).max(1);
+    let parts: Vec<_> = scales.chunks_mut(together * heads).enumerate().collect();
+    workers.for_each(parts, |(part, scales)| {
+        for (i, scales) in scales.chunks_exact_mut(heads).enumerate() {
+            let token = part * together + i;
+            // Padding may hold anything.
+            if slot_mapping[token] >= 0 {
+                for (head, scale) in scales.iter_mut().enumerate() {
+                    *scale = kernels::row_scale(rows, token, head, dtype).unwrap_or(f32::NAN);
+                }
+            }
+        }
+    });
+    if let Some(place) = scales.iter().position(|scale| scale.is_nan()) {
+        let (token, head) = (place / heads, place % heads);
+        return Err(Error::Value(format!(
+            "{name}[{token}, {head}] holds NaN or infinity, which {dtype} pages can't"
+        )));
+    }
+    if let Some(given) = pages.head_scales() {
+        scales.chunks_exact_mut(heads).for_each(|scales| scales.copy_from_slice(given));
+    }
+    Ok(scales)
 }

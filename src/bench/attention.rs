@@ -15,7 +15,7 @@ use crate::attention::{AttentionOptions, BatchTables, ThreadPool, paged_attentio
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 use crate::kernels;
-use crate::layout::{CacheLayout, PageOrder, Which};
+use crate::layout::{CacheLayout, PageOrder, PagesLayout, Which};
 use crate::storage::{KvStorage, RegionOptions, RowsView, RowsViewMut};
 use crate::sync::{AtomicUsize, Ordering};
 
@@ -65,7 +65,7 @@ pub const SHAPES: [Shape; 8] = [
 pub struct Plan {
     /// Names of [`SHAPES`].
     pub cases: Vec<String>,
-    /// Types of keys, values and queries.
+    /// Types of keys and values, and of queries; beside quantised ones, queries are bfloat16.
     pub dtypes: Vec<DType>,
     /// Tokens per page.
     pub page_sizes: Vec<usize>,
@@ -112,9 +112,11 @@ pub fn attention(plan: &Plan, mut report: impl FnMut(&[Record])) -> Result<Vec<R
         for &dtype in &plan.dtypes {
             for &page_size in &plan.page_sizes {
                 let records = match dtype {
-                    DType::F32 => group::<f32>(plan, shape, page_size)?,
-                    DType::F16 => group::<half::f16>(plan, shape, page_size)?,
-                    DType::BF16 => group::<half::bf16>(plan, shape, page_size)?,
+                    DType::F32 => group::<f32>(plan, shape, dtype, page_size)?,
+                    DType::F16 => group::<half::f16>(plan, shape, dtype, page_size)?,
+                    DType::BF16 | DType::I8 | DType::F8E4M3 => {
+                        group::<half::bf16>(plan, shape, dtype, page_size)?
+                    }
                 };
                 report(&records);
                 all.extend(records);
@@ -142,7 +144,7 @@ struct Prepared<T> {
 const PLACES: [&str; 2] = ["adjacent", "scattered"];
 
 impl<T: Element> Prepared<T> {
-    fn new(shape: Shape, page_size: usize, rotated: usize) -> Result<Self> {
+    fn new(shape: Shape, dtype: DType, page_size: usize, rotated: usize) -> Result<Self> {
         let Shape { batch, len, queries, num_heads, num_kv_heads, head_dim, .. } = shape;
         let pages = len.div_ceil(page_size) * batch;
         let mut layout = CacheLayout {
@@ -152,7 +154,8 @@ impl<T: Element> Prepared<T> {
             num_kv_heads,
             head_dim,
             v_head_dim: head_dim,
-            dtype: T::DTYPE,
+            dtype,
+            head_scales: false,
             order: PageOrder::Hnd,
         };
         let copies = if queries == 1 { (rotated / layout.layer_bytes()?).max(1) } else { 1 };
@@ -218,9 +221,12 @@ impl<T: Element> Prepared<T> {
         Ok(())
     }
 
-    /// Bytes of keys and values that one call reads at least once.
+    /// Bytes of keys and values that one call reads at least once; scales of quantised ones, a
+    /// thirtieth or so, come on top.
     fn bytes(&self) -> Result<f64> {
-        Ok(self.layout.layer_bytes()? as f64 / self.tables.len() as f64)
+        let pages = [self.layout.pages(Which::Key)?, self.layout.pages(Which::Value)?];
+        let page: usize = pages.iter().map(PagesLayout::page_bytes).sum();
+        Ok((page * self.layout.num_pages) as f64 / self.tables.len() as f64)
     }
 
     /// Floating point operations of one call: a multiplication and an addition each for scores and
@@ -252,8 +258,8 @@ fn fill<T: Element>(storage: &KvStorage, random: &mut Random) -> Result<()> {
 }
 
 /// Measures one shape with one dtype and page size: threads, places and the limit in turn.
-fn group<T: Element>(plan: &Plan, shape: &Shape, page_size: usize) -> Result<Vec<Record>> {
-    let prepared = &Prepared::<T>::new(*shape, page_size, plan.rotated)?;
+fn group<T: Element>(plan: &Plan, shape: &Shape, dtype: DType, page_size: usize) -> Result<Vec<Record>> {
+    let prepared = &Prepared::<T>::new(*shape, dtype, page_size, plan.rotated)?;
     let decode = shape.queries == 1;
     let pools = plan.threads.iter().map(|&n| ThreadPool::new(Some(n))).collect::<Result<Vec<_>>>()?;
     let failed = Mutex::new(None);
@@ -302,7 +308,7 @@ fn group<T: Element>(plan: &Plan, shape: &Shape, page_size: usize) -> Result<Vec
     let yardstick = if decode { READ } else { FMA };
     let record = |((threads, place, work), summary): ((usize, Option<usize>, f64), Summary)| {
         let value = work / summary.nanos;
-        let what = format!("{} {} page {page_size}", shape.name, T::DTYPE);
+        let what = format!("{} {dtype} page {page_size}", shape.name);
         let (case, implementation) = if let Some(place) = place {
             (format!("{what} {}", PLACES[place]), "paged_kv")
         } else {

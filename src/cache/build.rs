@@ -48,8 +48,8 @@ impl CacheOptions {
         }
     }
 
-    /// The layout with the null page counted in, checked.
-    fn checked(&self) -> Result<CacheLayout> {
+    /// The layout with the null page counted in, checked: what storage is made for.
+    pub fn checked(&self) -> Result<CacheLayout> {
         let l = &self.layout;
         let positive = |name: &str, value: usize| match value {
             0 => Err(Error::Layout(format!("{name} must be at least 1, not 0"))),
@@ -61,6 +61,9 @@ impl CacheOptions {
             positive("num_kv_heads", l.num_kv_heads)?;
             positive("head_dim", l.head_dim)?;
             positive("v_head_dim", l.v_head_dim)?;
+        }
+        if l.head_scales && !l.dtype.is_quantised() {
+            return Err(Error::Layout(format!("{} has no scales: leave k_scale and v_scale out", l.dtype)));
         }
         if self.window_left < -1 {
             let window = self.window_left;
@@ -79,6 +82,8 @@ impl CacheOptions {
 
 impl KvCache {
     /// A cache with memory of its own, of which a page takes its share when it is first written.
+    /// Scales per head come with storage alone: [`KvStorage::with_head_scales`] and
+    /// [`with_storage`](Self::with_storage).
     ///
     /// # Errors
     /// `Layout` or `Value` for sizes that make no sense, `Memory` for more bytes than the machine

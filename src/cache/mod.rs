@@ -237,6 +237,15 @@ impl KvCache {
         self.require_storage()?.pages(layer, which, writable)
     }
 
+    /// The scales of the keys or values of one layer, as pages of one element per token.
+    ///
+    /// # Errors
+    /// As of [`pages`](Self::pages); `Layout` where the dtype has none.
+    pub fn scales(&self, layer: usize, which: Which, writable: bool) -> Result<PagesView<'_>> {
+        let none = || Error::Layout(format!("a cache of {} has no scales", self.layout.dtype));
+        self.pages(layer, which, writable)?.scale_pages().ok_or_else(none)
+    }
+
     /// Address of one head of one reserved token.
     ///
     /// # Errors

@@ -17,17 +17,18 @@ use half::{bf16, f16};
 use super::mask::Mask;
 use super::pack::{Pack, Widen};
 use super::query;
+use super::scales::{Scales, TileScales};
 use super::scratch::Scratch;
 use super::simd::{Simd, Stored};
 use super::state::State;
 use super::tile::{Keys, Tile};
 use super::tokens::{Later, Next, TILE, Tokens};
-use crate::dtype::DType;
+use crate::dtype::{DType, F8E4M3};
 use crate::storage::{PagesView, RowsView};
 
 /// Keys of one split of a few queries: what one task reads at least, and what partial results are
 /// joined by. Also the keys whose places are looked up together.
-const SPLIT: usize = 512;
+pub(super) const SPLIT: usize = 512;
 /// Keys of one split of many queries, of which there are tasks enough: a multiple of `SPLIT`.
 const LONG_SPLIT: usize = 8 * SPLIT;
 /// From so many queries of a sequence on, it pays to pack tiles. More than anyone drafts, so that
@@ -117,6 +118,8 @@ pub(super) fn attend<S: Simd>(simd: S, call: &Call, block: &Block, splits: Range
         DType::F32 => Pass::<S, f32>::new(simd, call, block).run(splits),
         DType::F16 => Pass::<S, f16>::new(simd, call, block).run(splits),
         DType::BF16 => Pass::<S, bf16>::new(simd, call, block).run(splits),
+        DType::I8 => Pass::<S, i8>::new(simd, call, block).run(splits),
+        DType::F8E4M3 => Pass::<S, F8E4M3>::new(simd, call, block).run(splits),
     }
 }
 
@@ -142,6 +145,8 @@ struct Pass<'a, S, T> {
     /// Byte offsets of their tokens from the first page's.
     key_offsets: [usize; SPLIT],
     value_offsets: [usize; SPLIT],
+    /// Of quantised keys and values.
+    scales: Option<Box<[Scales; 2]>>,
     state: State,
     stored: PhantomData<T>,
 }
@@ -207,6 +212,7 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
             ready: Ready::new(block.prefill, padded, key_dim, value_dim),
             key_offsets: [0; SPLIT],
             value_offsets: [0; SPLIT],
+            scales: Scales::pair::<T>(&call.key_pages, &call.value_pages),
             state: State::new(block.rows(call), value_dim, parted),
             stored: PhantomData,
         }
@@ -251,6 +257,9 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
                 self.key_offsets[place] = k.offset(page, 0, slot + i) * size_of::<T>();
                 self.value_offsets[place] = v.offset(page, 0, slot + i) * size_of::<T>();
             }
+            for scales in self.scales.iter_mut().flat_map(|scales| scales.iter_mut()) {
+                scales.locate(token % SPLIT, page, slot, run);
+            }
             token += run;
         }
         let (first, end) = (self.keys.start % SPLIT, (self.keys.end - 1) % SPLIT + 1);
@@ -258,6 +267,9 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
             let valid = offsets[first];
             offsets[first / TILE * TILE..first].fill(valid);
             offsets[end..end.next_multiple_of(TILE)].fill(valid);
+        }
+        for scales in self.scales.iter_mut().flat_map(|scales| scales.iter_mut()) {
+            scales.fill(first..end);
         }
     }
 
@@ -282,6 +294,18 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
                 tokens::<T>(&call.value_pages, kv_head, &self.value_offsets, tile),
             )
         };
+        let scales = self.scales.as_mut().map(|scales| {
+            let [key, value] = &mut **scales;
+            let take = |scales: &mut Scales| {
+                if let Some((tile, kv_head)) = next {
+                    scales.prefetch(self.simd, self.block.first_kv_head + kv_head, tile);
+                }
+                scales.take(self.block.first_kv_head + kv_head, tile);
+            };
+            take(key);
+            take(value);
+            TileScales { key: &key.tile, value: &value.tile }
+        });
         let ((keys, values), next) = (place((tile, kv_head)), next.map(place));
         let mut rows_of_head = Tile {
             simd: self.simd,
@@ -292,6 +316,7 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
             query: &self.query[kv_head * rows * self.key_dim..][..rows * self.key_dim],
             key_dim: self.key_dim,
             value_dim: self.value_dim,
+            scales,
             scores: &mut self.scores,
             acc: &mut self.state.acc[kv_head * rows * self.value_dim..][..rows * self.value_dim],
             max: &mut self.state.max[kv_head * rows..][..rows],

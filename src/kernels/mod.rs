@@ -17,9 +17,11 @@ mod mask;
 mod math;
 mod pack;
 mod product;
+mod quantise;
 mod query;
 mod rows;
 mod scalar;
+mod scales;
 mod score;
 mod scratch;
 mod simd;
@@ -38,6 +40,7 @@ pub use isa::{Isa, set_isa};
 #[cfg(feature = "bench")]
 pub use limits::{multiply_add, read_pages};
 pub(crate) use mask::Mask;
+pub(crate) use quantise::row_scale;
 pub(crate) use rows::{copy_slots, load_row, store_row, write_slot};
 pub(crate) use state::State;
 

@@ -3,8 +3,8 @@
 use super::simd::{Job, MOST_LANES, Simd, Stored};
 use super::tokens::{TILE, Tokens};
 
-/// Widens a tile's tokens into `into` `[TILE, dim rounded up to whole vectors]`, whose padding
-/// stays as it is.
+/// Widens a tile's tokens into `into` `[TILE, dim rounded up to whole vectors]`, in units of their
+/// type; padding stays as it is.
 ///
 /// # Safety (of running it)
 /// - All tokens of the tile are valid for reads of `dim` elements.
@@ -29,7 +29,7 @@ impl<S: Simd, T: Stored> Job<S> for Widen<'_, T> {
                     simd.store(row.as_mut_ptr().add(d), T::load(simd, from.add(d)));
                 }
                 for (d, x) in row.iter_mut().enumerate().take(self.dim).skip(whole) {
-                    *x = from.add(d).read_unaligned().to_f32();
+                    *x = from.add(d).read_unaligned().to_f32() / T::UNIT;
                 }
             }
         }

@@ -2,8 +2,12 @@
 
 use half::{bf16, f16};
 
-use crate::dtype::{DType, Element};
+use super::quantise::quantise;
+use crate::dtype::{DType, Element, F8E4M3};
 use crate::storage::{PagesView, RowsView, RowsViewMut};
+
+/// Elements that go through float32 together: no allocation whatever the `head_dim`.
+pub(super) const PIECE: usize = 64;
 
 /// Widens one row.
 ///
@@ -28,24 +32,44 @@ pub(crate) fn store_row(rows: &mut RowsViewMut, token: usize, head: usize, from:
     unsafe { round(from, to, rows.dtype()) }
 }
 
-/// Writes one token's heads into one slot of its page, converted to the pages' dtype.
+/// Writes one token's heads into one slot of its page, converted to the pages' dtype. Of quantised
+/// pages, `scales` holds one scale per head, stored with the token where scales live with tokens.
 ///
 /// # Panics
 /// If an index is out of range, the shapes differ or the pages are read-only.
-pub(crate) fn write_slot(rows: &RowsView, token: usize, pages: &PagesView, page: usize, slot: usize) {
+pub(crate) fn write_slot(
+    rows: &RowsView,
+    token: usize,
+    scales: &[f32],
+    pages: &PagesView,
+    page: usize,
+    slot: usize,
+) {
     let layout = pages.layout();
+    let token_scales = pages.token_scales();
     let dim = layout.head_dim;
     assert_eq!(rows.shape()[1..], [layout.num_heads, dim], "slot shape");
     assert!(pages.writable(), "pages are read-only");
     for head in 0..layout.num_heads {
         let (from, to) = (rows.row(token, head), pages.slot(page, head, slot));
-        // SAFETY: both indices were checked and both views vouch for `dim` elements there; the
-        // pages are writable, and their leases keep other threads away from this slot.
-        unsafe { convert(from, rows.dtype(), to, layout.dtype, dim) }
+        // SAFETY: both indices were checked and both views vouch for `dim` elements there, that of
+        // scales for one; the pages are writable, and their leases keep other threads away from
+        // this slot.
+        unsafe {
+            if layout.dtype.is_quantised() {
+                quantise(from, rows.dtype(), to, layout.dtype, dim, scales[head]);
+                if let Some(pages) = &token_scales {
+                    pages.slot(page, head, slot).cast::<f32>().write(scales[head]);
+                }
+            } else {
+                convert(from, rows.dtype(), to, layout.dtype, dim);
+            }
+        }
     }
 }
 
-/// Copies the first `tokens` slots of a page, every head, to another page.
+/// Copies the first `tokens` slots of a page, every head, to another page; scales that live with
+/// them too.
 ///
 /// # Panics
 /// If an index is out of range, the pages are one or they are read-only.
@@ -62,11 +86,14 @@ pub(crate) fn copy_slots(pages: &PagesView, source: usize, destination: usize, t
             unsafe { to.copy_from(from, bytes) }
         }
     }
+    if let Some(scales) = pages.token_scales() {
+        copy_slots(&scales, source, destination, tokens);
+    }
 }
 
 /// # Safety
 /// `from` is valid for reads of `into.len()` elements of `dtype`.
-unsafe fn widen(from: *const u8, dtype: DType, into: &mut [f32]) {
+pub(super) unsafe fn widen(from: *const u8, dtype: DType, into: &mut [f32]) {
     /// # Safety
     /// `from` is valid for reads of `into.len()` elements.
     unsafe fn each<T: Element>(from: *const T, into: &mut [f32]) {
@@ -81,13 +108,15 @@ unsafe fn widen(from: *const u8, dtype: DType, into: &mut [f32]) {
             DType::F32 => each::<f32>(from.cast(), into),
             DType::F16 => each::<f16>(from.cast(), into),
             DType::BF16 => each::<bf16>(from.cast(), into),
+            DType::I8 => each::<i8>(from.cast(), into),
+            DType::F8E4M3 => each::<F8E4M3>(from.cast(), into),
         }
     }
 }
 
 /// # Safety
 /// `to` is valid for writes of `from.len()` elements of `dtype`.
-unsafe fn round(from: &[f32], to: *mut u8, dtype: DType) {
+pub(super) unsafe fn round(from: &[f32], to: *mut u8, dtype: DType) {
     /// # Safety
     /// `to` is valid for writes of `from.len()` elements.
     unsafe fn each<T: Element>(from: &[f32], to: *mut T) {
@@ -102,6 +131,8 @@ unsafe fn round(from: &[f32], to: *mut u8, dtype: DType) {
             DType::F32 => each::<f32>(from, to.cast()),
             DType::F16 => each::<f16>(from, to.cast()),
             DType::BF16 => each::<bf16>(from, to.cast()),
+            DType::I8 => each::<i8>(from, to.cast()),
+            DType::F8E4M3 => each::<F8E4M3>(from, to.cast()),
         }
     }
 }
@@ -114,10 +145,9 @@ unsafe fn convert(from: *const u8, from_dtype: DType, to: *mut u8, to_dtype: DTy
         // SAFETY: the caller's promise.
         return unsafe { to.copy_from_nonoverlapping(from, len * to_dtype.size()) };
     }
-    // Through f32, a piece at a time: no allocation whatever the head_dim.
-    let mut buffer = [0.0; 64];
-    for start in (0..len).step_by(buffer.len()) {
-        let piece = &mut buffer[..(len - start).min(64)];
+    let mut buffer = [0.0; PIECE];
+    for start in (0..len).step_by(PIECE) {
+        let piece = &mut buffer[..(len - start).min(PIECE)];
         // SAFETY: `piece` ends at or before `len`; the caller's promise covers the rest.
         unsafe {
             widen(from.add(start * from_dtype.size()), from_dtype, piece);

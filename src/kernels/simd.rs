@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use crate::dtype::Element;
+use crate::dtype::{Element, F8E4M3};
 
 /// Lanes of the widest instruction set.
 pub(super) const MOST_LANES: usize = 16;
@@ -85,6 +85,38 @@ pub(super) trait Simd: Copy + Send + Sync {
     /// # Safety
     /// - `from` is valid for reads of `2 * LANES` elements; any alignment.
     unsafe fn load_odd_bf16(self, from: *const bf16) -> Self::F32;
+    /// Loads `LANES` signed bytes as floats. This body is the definition: sets with vectors override it.
+    ///
+    /// # Safety
+    /// - `from` is valid for reads of `LANES` elements; any alignment.
+    #[inline(always)]
+    unsafe fn load_i8(self, from: *const i8) -> Self::F32 {
+        let mut lanes = [0.0; MOST_LANES];
+        for (i, lane) in lanes.iter_mut().enumerate().take(Self::LANES) {
+            // SAFETY: the caller's promise.
+            *lane = unsafe { from.add(i).read() }.into();
+        }
+        // SAFETY: there are at least `LANES`.
+        unsafe { self.load(lanes.as_ptr()) }
+    }
+    /// Loads `LANES` numbers of eight bits, each 2^-8 of what it stands for: as a half whose sign is
+    /// theirs and whose lower exponent and upper mantissa are the rest, exactly, subnormals too. Codes
+    /// of NaN are not looked for: they are 480 times 2^-8. This body is the definition: sets with
+    /// vectors override it.
+    ///
+    /// # Safety
+    /// - `from` is valid for reads of `LANES` elements; any alignment.
+    #[inline(always)]
+    unsafe fn load_f8(self, from: *const F8E4M3) -> Self::F32 {
+        let mut lanes = [0.0; MOST_LANES];
+        for (i, lane) in lanes.iter_mut().enumerate().take(Self::LANES) {
+            // SAFETY: the caller's promise.
+            let bits = u16::from(unsafe { from.add(i).read() }.0);
+            *lane = f16::from_bits((bits & 0x80) << 8 | (bits & 0x7F) << 7).to_f32();
+        }
+        // SAFETY: there are at least `LANES`.
+        unsafe { self.load(lanes.as_ptr()) }
+    }
     /// Stores `LANES` floats.
     ///
     /// # Safety
@@ -120,6 +152,9 @@ pub(super) trait Stored: Element {
     /// kept in order they would have to be spread first. Sums don't mind, as long as the other
     /// factor is [parted](part_neighbours) likewise.
     const PARTED: bool;
+    /// What [`load`](Self::load) must be multiplied by to be the element: a power of two, which scales
+    /// take along.
+    const UNIT: f32 = 1.0;
 
     /// Loads and widens `LANES` elements.
     ///
@@ -211,13 +246,34 @@ impl Stored for bf16 {
     }
 }
 
+impl Stored for i8 {
+    const PARTED: bool = false;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F32 {
+        // SAFETY: the caller's promise.
+        unsafe { simd.load_i8(from) }
+    }
+}
+
+impl Stored for F8E4M3 {
+    const PARTED: bool = false;
+    const UNIT: f32 = 256.0;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F32 {
+        // SAFETY: the caller's promise.
+        unsafe { simd.load_f8(from) }
+    }
+}
+
 #[cfg(test)]
 #[expect(clippy::float_cmp, reason = "small integers are exact")]
 mod tests {
     use half::bf16;
 
     use super::super::isa::{Isa, dispatch};
-    use super::{MOST_LANES, Simd, Stored, join_neighbours, part_neighbours};
+    use super::{Element, F8E4M3, MOST_LANES, Simd, Stored, join_neighbours, part_neighbours};
 
     fn lanes<S: Simd>(simd: S, a: S::F32) -> Vec<f32> {
         let mut lanes = vec![0.0; S::LANES];
@@ -238,6 +294,21 @@ mod tests {
         assert_eq!([lanes(simd, even), lanes(simd, odd)].concat(), row);
         join_neighbours(&mut row, S::LANES);
         assert_eq!(row, numbers[..2 * S::LANES]);
+
+        let bytes: Vec<i8> = (i8::MIN..=i8::MAX).collect();
+        for from in bytes.chunks_exact(S::LANES) {
+            // SAFETY: so many are there.
+            let loaded = lanes(simd, unsafe { i8::load(simd, from.as_ptr()) });
+            assert_eq!(loaded, from.iter().map(|&x| f32::from(x)).collect::<Vec<_>>());
+        }
+        // All codes but those of NaN, which are the last of each sign.
+        let codes: Vec<F8E4M3> =
+            (0..=255).map(|bits| F8E4M3(if bits & 0x7F == 0x7F { 0 } else { bits })).collect();
+        for from in codes.chunks_exact(S::LANES) {
+            // SAFETY: so many are there.
+            let loaded = lanes(simd, unsafe { F8E4M3::load(simd, from.as_ptr()) });
+            assert_eq!(loaded, from.iter().map(|x| x.to_f32() / 256.0).collect::<Vec<_>>());
+        }
 
         let mut rows = [simd.splat(-1.0); MOST_LANES];
         for (i, row) in rows.iter_mut().enumerate().take(S::LANES) {

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::math::{exp, tanh};
+use super::scales::TileScales;
 use super::simd::Simd;
 use super::tokens::TILE;
 
@@ -25,6 +26,8 @@ pub(super) struct Row<'a> {
     /// The products that count: not empty, inside the tile. Weights outside become 0 or stay.
     pub(super) seen: Range<usize>,
     pub(super) logit: Logit,
+    /// What products, and then weights, are multiplied by besides, key by key.
+    pub(super) scales: Option<TileScales<'a>>,
     /// Largest logit, sum of weights and (in whole vectors) of weighted values so far.
     pub(super) max: &'a mut f32,
     pub(super) sum: &'a mut f32,
@@ -32,11 +35,11 @@ pub(super) struct Row<'a> {
 }
 
 impl Row<'_> {
-    /// Turns dot products into weights relative to the new maximum, and carries the running sums
-    /// over to it.
+    /// Turns dot products into weights relative to the new maximum (times the scales of values), and
+    /// carries the running sums over to it.
     #[inline(always)]
     pub(super) fn weigh<S: Simd>(self, simd: S) {
-        let Self { seen, logit, .. } = self;
+        let Self { seen, logit, scales, .. } = self;
         let scores = self.scores.as_mut_ptr();
         let vectors = (seen.start / S::LANES * S::LANES..seen.end.min(TILE)).step_by(S::LANES);
         let (start, end) = (simd.splat(seen.start as f32), simd.splat(seen.end as f32));
@@ -47,6 +50,10 @@ impl Row<'_> {
         for i in vectors.clone() {
             // SAFETY: `i` is a multiple of LANES inside the tile, whose size is one too.
             let mut x = simd.mul(unsafe { simd.load(scores.add(i)) }, scale);
+            if let Some(TileScales { key, .. }) = scales {
+                // SAFETY: as above.
+                x = simd.mul(x, unsafe { simd.load(key.as_ptr().add(i)) });
+            }
             if logit.soft_cap > 0.0 {
                 let cap = simd.splat(logit.soft_cap);
                 x = simd.mul(cap, tanh(simd, simd.div(x, cap)));
@@ -78,6 +85,10 @@ impl Row<'_> {
             unsafe {
                 let weight = exp(simd, simd.sub(simd.load(scores.add(i)), reference));
                 sum = simd.add(sum, weight);
+                let weight = match scales {
+                    Some(TileScales { value, .. }) => simd.mul(weight, simd.load(value.as_ptr().add(i))),
+                    None => weight,
+                };
                 simd.store(scores.add(i), weight);
             }
         }

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::flash::{Block, Call};
 use super::gather::Gather;
 use super::product::Product;
+use super::scales::TileScales;
 use super::score::Score;
 use super::simd::{Job, Simd, Stored};
 use super::softmax::{Logit, Row};
@@ -52,6 +53,8 @@ pub(super) struct Tile<'a, S> {
     /// Elements of a key and a value, rounded up to whole vectors.
     pub(super) key_dim: usize,
     pub(super) value_dim: usize,
+    /// Of quantised keys and values.
+    pub(super) scales: Option<TileScales<'a>>,
     /// `[rows, TILE]`: dot products, then weights.
     pub(super) scores: &'a mut [f32],
     /// The rows' part of [`State`](super::state::State).
@@ -226,6 +229,7 @@ impl<S: Simd> Job<S> for Weigh<'_, '_, S> {
                         slope: tile.call.slopes.map_or(0.0, |slopes| slopes[tile.first_head + head]),
                         distance,
                     },
+                    scales: tile.scales,
                     max: &mut tile.max[row],
                     sum: &mut tile.sum[row],
                     acc: &mut tile.acc[row * dim..][..dim],

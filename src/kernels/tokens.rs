@@ -70,14 +70,13 @@ impl<T> Tokens<'_, T> {
         self.base.wrapping_add(self.offsets[token]).cast()
     }
 
-    /// Asks for the cache lines of `VECTORS` vectors of a token's elements, from `from` on.
+    /// Asks for the cache lines that begin in `VECTORS` vectors of a token's elements, from `from` on.
     #[inline(always)]
     pub(super) fn prefetch<S: Simd, const VECTORS: usize>(&self, simd: S, token: usize, from: usize) {
-        let address = self.at(token).wrapping_add(from);
         for vector in 0..VECTORS {
-            let element = vector * S::LANES;
+            let element = from + vector * S::LANES;
             if (element * size_of::<T>()).is_multiple_of(CACHE_LINE) {
-                simd.prefetch(address.wrapping_add(element).cast());
+                simd.prefetch(self.at(token).wrapping_add(element).cast());
             }
         }
     }

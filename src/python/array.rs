@@ -17,19 +17,21 @@ mod integers;
 mod memory;
 mod numpy;
 mod output;
+mod scales;
 
 use std::ops::Range;
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
-pub(super) use adopt::adopt;
+pub(super) use adopt::{LayerArrays, adopt};
 pub(super) use dlpack::export as export_capsule;
 pub(super) use fill::{Fill, Values};
 pub(super) use integers::{Integer, integers, named};
 pub(super) use memory::Memory;
 pub(super) use numpy::{export as export_numpy, lend};
 pub(super) use output::{Output, OutputKind};
+pub(super) use scales::{Scale, per_head};
 
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -164,13 +166,23 @@ impl<'py> Array<'py> {
         self.kind.clone()
     }
 
+    /// The type of an element of pages: bytes are quantised, unsigned ones the bits of float8_e4m3fn.
+    fn pages_dtype(&self) -> Result<DType> {
+        match self.element {
+            Element::Float(dtype @ DType::F8E4M3) => Ok(dtype),
+            Element::Int { signed: true, bytes: 1 } => Ok(DType::I8),
+            Element::Int { signed: false, bytes: 1 } => Ok(DType::F8E4M3),
+            _ => self.dtype(),
+        }
+    }
+
     /// The element type; unsigned 16-bit integers are the bits of bfloat16.
     pub(super) fn dtype(&self) -> Result<DType> {
         match self.element {
-            Element::Float(dtype) => Ok(dtype),
+            Element::Float(dtype) if !dtype.is_quantised() => Ok(dtype),
             Element::Int { signed: false, bytes: 2 } => Ok(DType::BF16),
             _ => {
-                let known = DType::ALL.map(DType::name).join(", ");
+                let known = DType::FLOATS.map(DType::name).join(", ");
                 Err(self.refuse(&format!(
                     "has dtype {}; supported are {known}, and uint16 as the bits of bfloat16",
                     self.element.name()
@@ -206,11 +218,23 @@ impl<'py> Array<'py> {
             PageOrder::Hnd => "[num_pages, num_kv_heads, page_size, head_dim]",
             PageOrder::Nhd => "[num_pages, page_size, num_kv_heads, head_dim]",
         };
-        let dtype = self.dtype()?;
+        let dtype = self.pages_dtype()?;
+        let (shape, strides) = self.contiguous_rows::<4>(axes)?;
+        self.pages_of(dtype, order, shape, strides, write)
+    }
+
+    /// Pages of so many axes, the last of which is contiguous.
+    fn pages_of(
+        &self,
+        dtype: DType,
+        order: PageOrder,
+        shape: [usize; 4],
+        strides: [isize; 4],
+        write: bool,
+    ) -> Result<PagesView<'_>> {
         if write {
             self.check_writable()?;
         }
-        let (shape, strides) = self.contiguous_rows::<4>(axes)?;
         let stride = |axis: usize| {
             // An axis of one element is never stepped along.
             let stride = if shape[axis] > 1 { strides[axis] } else { 0 };
@@ -261,7 +285,7 @@ impl<'py> Array<'py> {
             Some(own) if own.start < end && start < own.end => {
                 Err(self.refuse("overlaps the cache's own pages in memory"))
             }
-            _ => Ok(()),
+            _ => pages.token_scales().map_or(Ok(()), |scales| self.check_outside(&scales)),
         }
     }
 

@@ -4,13 +4,13 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
-use super::array::{self, Array};
+use super::array::{self, Array, LayerArrays};
 use super::convert::{self, Number};
 use crate::cache::{CacheOptions, KvCache};
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::layout::{CacheLayout, PageOrder, parse_bytes};
-use crate::storage::RegionOptions;
+use crate::storage::{KvStorage, RegionOptions};
 
 /// The arguments that have something to do with sizes, as they came.
 pub(super) struct Sizes<'a, 'py> {
@@ -25,6 +25,8 @@ pub(super) struct Sizes<'a, 'py> {
     pub(super) dtype: Option<&'a Bound<'py, PyAny>>,
     pub(super) order: PageOrder,
     pub(super) null_page: bool,
+    /// `k_scale` and `v_scale`.
+    pub(super) head_scales: [Option<&'a Bound<'py, PyAny>>; 2],
 }
 
 /// Everything else.
@@ -59,15 +61,40 @@ pub(super) fn cache(
         num_threads: rest.num_threads,
         region: rest.region,
     };
-    let Some(storage) = storage else {
-        let options = options(layout(sizes)?);
-        return Ok(py.detach(|| KvCache::new(&options))?);
-    };
-    let arrays = arrays(storage)?;
-    let physical = adopted_layout(sizes, &arrays)?;
     let kept_back = usize::from(null_page);
-    let layout = CacheLayout { num_pages: physical.num_pages.saturating_sub(kept_back), ..physical };
-    Ok(KvCache::with_storage(&options(layout), array::adopt(physical, arrays)?)?)
+    let (layout, arrays) = match storage {
+        None => (layout(sizes)?, None),
+        Some(storage) => {
+            let arrays = arrays(storage)?;
+            let physical = adopted_layout(sizes, &arrays)?;
+            let num_pages = physical.num_pages.saturating_sub(kept_back);
+            (CacheLayout { num_pages, ..physical }, Some(arrays))
+        }
+    };
+    let options = options(layout);
+    let Some(scales) = head_scales(sizes, &layout)? else {
+        return Ok(match arrays {
+            None => py.detach(|| KvCache::new(&options))?,
+            Some(arrays) => KvCache::with_storage(&options, array::adopt(options.checked()?, arrays)?)?,
+        });
+    };
+    let physical = options.checked()?;
+    let storage = match arrays {
+        None => KvStorage::map(physical, rest.region)?,
+        Some(arrays) => array::adopt(physical, arrays)?,
+    };
+    let [key, value] = &scales;
+    Ok(KvCache::with_storage(&options, storage.with_head_scales(key, value)?)?)
+}
+
+/// `k_scale` and `v_scale`, one per layer and head, if they were given.
+fn head_scales(sizes: &Sizes<'_, '_>, layout: &CacheLayout) -> PyResult<Option<[Vec<f32>; 2]>> {
+    let per_head = |name, object| array::per_head(name, object, layout.num_layers, layout.num_kv_heads);
+    match sizes.head_scales {
+        [None, None] => Ok(None),
+        [Some(key), Some(value)] => Ok(Some([per_head("k_scale", key)?, per_head("v_scale", value)?])),
+        _ => Err(PyValueError::new_err("give both k_scale= and v_scale=, or neither")),
+    }
 }
 
 /// The layout of memory of its own.
@@ -86,6 +113,7 @@ fn layout(sizes: &Sizes<'_, '_>) -> PyResult<CacheLayout> {
         head_dim,
         v_head_dim: sizes.v_head_dim.unwrap_or(head_dim),
         dtype: sizes.dtype.map_or(Ok(DType::BF16), convert::named)?,
+        head_scales: sizes.head_scales[0].is_some(),
         order: sizes.order,
     };
     let layout = CacheLayout { page_size: page_size(sizes, &layout)?, ..layout };
@@ -132,30 +160,45 @@ fn bytes(memory: &Bound<'_, PyAny>) -> PyResult<u64> {
     }
 }
 
-/// `[(key_pages, value_pages), ...]`.
-fn arrays<'py>(storage: &Bound<'py, PyAny>) -> PyResult<Vec<[Array<'py>; 2]>> {
+/// `[(key_pages, value_pages), ...]`, with `key_scales` and `value_scales` behind them or not.
+fn arrays<'py>(storage: &Bound<'py, PyAny>) -> PyResult<Vec<LayerArrays<'py>>> {
     let mut arrays = Vec::new();
-    for (layer, pair) in storage.try_iter()?.enumerate() {
-        // A tuple, a list, an array with keys and values along its first axis; of anything longer
-        // no more is looked at than shows that it is.
-        let pair = pair?.try_iter()?.take(3).collect::<PyResult<Vec<_>>>()?;
-        let [key, value] = &pair[..] else {
-            let message = format!("layer {layer} in storage is no pair (key_pages, value_pages)");
-            return Err(Error::Layout(message).into());
+    for (layer, given) in storage.try_iter()?.enumerate() {
+        // Tuples, lists, an array with keys and values along its first axis; of anything longer no
+        // more is looked at than shows that it is.
+        let given = given?.try_iter()?.take(5).collect::<PyResult<Vec<_>>>()?;
+        let (key, value, scales) = match &given[..] {
+            [key, value] => (key, value, None),
+            [key, value, key_scales, value_scales] => (key, value, Some((key_scales, value_scales))),
+            _ => {
+                let message = format!(
+                    "layer {layer} in storage is neither (key_pages, value_pages) nor these with \
+                     (key_scales, value_scales)"
+                );
+                return Err(Error::Layout(message).into());
+            }
         };
-        arrays.push([Array::new("key_pages in storage", key)?, Array::new("value_pages in storage", value)?]);
+        let pages = [Array::new("key_pages in storage", key)?, Array::new("value_pages in storage", value)?];
+        let scales = match scales {
+            Some((key, value)) => Some([
+                Array::new("key_scales in storage", key)?,
+                Array::new("value_scales in storage", value)?,
+            ]),
+            None => None,
+        };
+        arrays.push(LayerArrays { pages, scales });
     }
     Ok(arrays)
 }
 
 /// The layout of adopted arrays, the null page counted in: sizes that were given must be theirs.
-fn adopted_layout(sizes: &Sizes<'_, '_>, arrays: &[[Array<'_>; 2]]) -> PyResult<CacheLayout> {
+fn adopted_layout(sizes: &Sizes<'_, '_>, arrays: &[LayerArrays<'_>]) -> PyResult<CacheLayout> {
     if sizes.memory.is_some() || sizes.page_bytes.is_some() {
         return Err(PyValueError::new_err(
             "storage= brings its own sizes: leave memory= and page_bytes= out",
         ));
     }
-    let Some([key, value]) = arrays.first() else {
+    let Some(LayerArrays { pages: [key, value], .. }) = arrays.first() else {
         return Err(PyValueError::new_err("storage= must hold one (key_pages, value_pages) per layer"));
     };
     let (k, v) = (*key.pages(sizes.order, false)?.layout(), *value.pages(sizes.order, false)?.layout());
@@ -168,6 +211,7 @@ fn adopted_layout(sizes: &Sizes<'_, '_>, arrays: &[[Array<'_>; 2]]) -> PyResult<
         head_dim: sizes.head_dim.unwrap_or(k.head_dim),
         v_head_dim: sizes.v_head_dim.or(sizes.head_dim).unwrap_or(v.head_dim),
         dtype: sizes.dtype.map_or(Ok(k.dtype), convert::named)?,
+        head_scales: sizes.head_scales[0].is_some(),
         order: sizes.order,
     })
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use super::array::{Memory, integers};
+use super::array::integers;
 use super::batch::Batch;
 use super::batch_view::parse_pairs;
 use super::build::{self, Rest, Sizes};
@@ -16,10 +16,8 @@ use super::leases::LeaseTracker;
 use super::pool::PagePool;
 use super::sequence::Sequence;
 use super::step::{self, StepOptions};
-use super::tensor::Tensor;
 use crate::cache;
 use crate::ids::TokenId;
-use crate::layout::Which;
 use crate::storage::RegionOptions;
 
 /// A paged KV cache: pages of keys and values in all layers, and the sequences that hold them.
@@ -44,7 +42,13 @@ use crate::storage::RegionOptions;
 /// memory : int or str
 ///     Bytes for all pages, such as ``"4GiB"``.
 /// dtype : str or dtype, optional
-///     ``"bfloat16"`` (if None), ``"float16"`` or ``"float32"``, as keys and values are stored.
+///     As keys and values are stored: ``"bfloat16"`` (if None), ``"float16"``, ``"float32"``, or
+///     quantised when they are written: ``"int8"`` or ``"float8_e4m3fn"``, with a float32 scale per
+///     token and head beside them.
+/// k_scale, v_scale : float or array of float, optional
+///     Instead of scales per token, one per head: a number, ``[num_kv_heads]`` or
+///     ``[num_layers, num_kv_heads]``, positive; of ``dtype="float8_e4m3fn"`` mostly. What is
+///     larger than the dtype's largest number times its scale becomes that.
 /// layout : {"HND", "NHD"}
 ///     Order of the axes of a page: ``[num_kv_heads, page_size, head_dim]`` or
 ///     ``[page_size, num_kv_heads, head_dim]``.
@@ -56,7 +60,10 @@ use crate::storage::RegionOptions;
 /// storage : iterable of pairs of arrays, optional
 ///     ``(key_pages, value_pages)`` of each layer, writable, each ``[num_pages, *page]`` in the order
 ///     of `layout`: the cache works on these arrays and keeps them alive. Sizes that are not given
-///     are theirs. Nobody else may write pages that the cache has handed out.
+///     are theirs. Nobody else may write pages that the cache has handed out. Quantised ones (int8,
+///     or uint8 as the bits of float8_e4m3fn) without `k_scale` and `v_scale` bring their scales:
+///     ``(key_pages, value_pages, key_scales, value_scales)``, float32, axes as of pages without
+///     the last.
 /// null_page : bool
 ///     Keeps page 0 back, outside `num_pages`: zeros, which padding may refer to.
 /// num_threads : int, optional
@@ -150,22 +157,17 @@ impl KvCache {
             leases: LeaseTracker::new(),
         }
     }
-
-    fn pages(&self, layer: usize, which: Which, writable: bool) -> PyResult<Tensor> {
-        let (cache, order) = (Arc::clone(&self.cache), self.cache.layout().order);
-        let memory = Memory::of_pages(cache, order, writable, |cache| cache.pages(layer, which, writable))?;
-        Ok(Tensor::new(memory))
-    }
 }
 
 #[pymethods]
 impl KvCache {
     #[new]
     #[pyo3(signature = (*, num_layers, num_kv_heads=None, head_dim=None, v_head_dim=None, page_size=None,
-        page_bytes=None, num_pages=None, memory=None, dtype=None, layout="HND", window_left=Number(-1), device=None,
+        page_bytes=None, num_pages=None, memory=None, dtype=None, k_scale=None, v_scale=None, layout="HND", window_left=Number(-1), device=None,
         storage=None, null_page=false, num_threads=None, huge_pages="auto", overcommit=false),
         text_signature = "(*, num_layers, num_kv_heads=None, head_dim=None, v_head_dim=None, page_size=None, \
-        page_bytes=None, num_pages=None, memory=None, dtype=None, layout='HND', window_left=-1, device=None, \
+        page_bytes=None, num_pages=None, memory=None, dtype=None, k_scale=None, v_scale=None, layout='HND', \
+        window_left=-1, device=None, \
         storage=None, null_page=False, num_threads=None, huge_pages='auto', overcommit=False)")]
     fn build(
         py: Python<'_>,
@@ -178,6 +180,8 @@ impl KvCache {
         num_pages: Option<Number<usize>>,
         memory: Option<&Bound<'_, PyAny>>,
         dtype: Option<&Bound<'_, PyAny>>,
+        k_scale: Option<&Bound<'_, PyAny>>,
+        v_scale: Option<&Bound<'_, PyAny>>,
         layout: &str,
         window_left: Number<i64>,
         device: Option<&Bound<'_, PyAny>>,
@@ -201,6 +205,7 @@ impl KvCache {
             dtype,
             order,
             null_page,
+            head_scales: [k_scale, v_scale],
         };
         let region = RegionOptions { huge_pages: huge_pages.parse()?, overcommit };
         let rest = Rest { window_left: window_left.0, num_threads: given(num_threads), region };
@@ -334,7 +339,8 @@ impl KvCache {
     /// LayoutError
     ///     For shapes, strides, dtypes or devices that don't fit.
     /// ValueError
-    ///     For a layer that is not there, or a batch that has ended. Nothing is written then.
+    ///     For a layer that is not there, a batch that has ended, or NaN and infinity where the
+    ///     cache's dtype is quantised. Nothing is written then.
     fn write(
         &self,
         py: Python<'_>,
@@ -419,37 +425,6 @@ impl KvCache {
     fn copy_pages(&self, py: Python<'_>, copies: &Bound<'_, PyAny>) -> PyResult<()> {
         let copies = parse_pairs("copies", copies)?;
         Ok(py.detach(|| self.cache.copy_pages(&copies))?)
-    }
-
-    /// The keys of one layer where they lie, without a copy.
-    ///
-    /// Parameters
-    /// ----------
-    /// layer : int
-    ///     Which layer.
-    /// writable : bool
-    ///     Whether arrays made from it may be written. Then it is up to you that no page is written
-    ///     that others read. Others may write in any case: hold a batch on what you read.
-    ///
-    /// Returns
-    /// -------
-    /// Tensor
-    ///     ``[num_pages, num_kv_heads, page_size, head_dim]``, a null page included; in the layout
-    ///     ``"NHD"`` with both middle axes swapped. Keeps the memory alive, also without the cache.
-    ///
-    /// Raises
-    /// ------
-    /// ValueError, LayoutError
-    ///     For a layer that is not there, a cache without storage.
-    #[pyo3(signature = (layer, writable=false))]
-    fn key_pages(&self, layer: Number<usize>, writable: bool) -> PyResult<Tensor> {
-        self.pages(layer.0, Which::Key, writable)
-    }
-
-    /// The values of one layer where they lie; see :meth:`key_pages`.
-    #[pyo3(signature = (layer, writable=false))]
-    fn value_pages(&self, layer: Number<usize>, writable: bool) -> PyResult<Tensor> {
-        self.pages(layer.0, Which::Value, writable)
     }
 
     fn __repr__(&self) -> String {

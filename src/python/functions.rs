@@ -5,7 +5,7 @@
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
-use super::array::{Array, Output, reserve};
+use super::array::{Array, Output, Scale, reserve};
 use super::convert::{self, Number, given};
 use super::threads;
 use crate::attention::{self, AttentionOptions, BatchTables};
@@ -13,6 +13,7 @@ use crate::dtype::DType;
 use crate::error::Error;
 use crate::kernels::{self, Isa};
 use crate::layout::{self, PageOrder};
+use crate::storage::PagesView;
 
 /// Attention of a batch's queries over keys and values in pages of any arrays.
 ///
@@ -28,8 +29,9 @@ use crate::layout::{self, PageOrder};
 ///     contiguous.
 /// key_pages, value_pages : array
 ///     ``[num_pages, num_kv_heads, page_size, head_dim]`` for ``layout="HND"``,
-///     ``[num_pages, page_size, num_kv_heads, head_dim]`` for ``"NHD"``, one dtype for both.
-///     ``num_kv_heads`` divides ``num_heads``; values may have another head_dim.
+///     ``[num_pages, page_size, num_kv_heads, head_dim]`` for ``"NHD"``, one dtype for both: that of
+///     a query, int8, or float8_e4m3fn (also as uint8; codes of NaN are not looked for and count as
+///     480). ``num_kv_heads`` divides ``num_heads``; values may have another head_dim.
 /// block_table : array of int
 ///     ``[B, max_pages]``: the page of each ``page_size`` tokens of each sequence; entries that no
 ///     query needs are not looked at.
@@ -37,6 +39,10 @@ use crate::layout::{self, PageOrder};
 ///     ``[B]``: keys of each sequence, the new tokens included.
 /// cu_seqlens_q : array of int
 ///     ``[B + 1]``: sequence ``b`` has the query rows ``cu_seqlens_q[b]:cu_seqlens_q[b + 1]``.
+/// k_scale, v_scale : float or array of float, optional
+///     What elements of int8 and float8_e4m3fn are multiplied by, needed for these: float32
+///     ``[num_pages, num_kv_heads, page_size]`` (``"NHD"``: the last two swapped) as
+///     :func:`write_pages` leaves them, or positive numbers per head, ``[num_kv_heads]``, or one.
 /// layout : {"HND", "NHD"}
 ///     Order of the axes of a page.
 /// scale : float, optional
@@ -84,11 +90,11 @@ use crate::layout::{self, PageOrder};
 /// Gimelshein, "Online normalizer calculation for softmax" (2018). The call runs without the GIL:
 /// don't change the arrays meanwhile.
 #[pyfunction]
-#[pyo3(signature = (query, key_pages, value_pages, block_table, seq_lens, cu_seqlens_q, *, layout="HND",
-    scale=None, causal=true, window_left=Number(-1), logits_soft_cap=0.0, alibi_slopes=None, sinks=None,
+#[pyo3(signature = (query, key_pages, value_pages, block_table, seq_lens, cu_seqlens_q, *, k_scale=None,
+    v_scale=None, layout="HND", scale=None, causal=true, window_left=Number(-1), logits_soft_cap=0.0, alibi_slopes=None, sinks=None,
     return_lse=false, out=None, num_threads=None), text_signature = "(query, key_pages, value_pages, \
-    block_table, seq_lens, cu_seqlens_q, *, layout='HND', scale=None, causal=True, window_left=-1, \
-    logits_soft_cap=0.0, alibi_slopes=None, sinks=None, return_lse=False, out=None, num_threads=None)")]
+    block_table, seq_lens, cu_seqlens_q, *, k_scale=None, v_scale=None, layout='HND', scale=None, \
+    causal=True, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None, return_lse=False, out=None, num_threads=None)")]
 pub(super) fn paged_attention<'py>(
     py: Python<'py>,
     query: &Bound<'py, PyAny>,
@@ -97,6 +103,8 @@ pub(super) fn paged_attention<'py>(
     block_table: &Bound<'py, PyAny>,
     seq_lens: &Bound<'py, PyAny>,
     cu_seqlens_q: &Bound<'py, PyAny>,
+    k_scale: Option<&Bound<'py, PyAny>>,
+    v_scale: Option<&Bound<'py, PyAny>>,
     layout: &str,
     scale: Option<f32>,
     causal: bool,
@@ -134,10 +142,12 @@ pub(super) fn paged_attention<'py>(
     };
 
     let rows = query.rows()?;
-    let (k, v) = (key_pages.pages(order, false)?, value_pages.pages(order, false)?);
+    let scales = Scaling::new(k_scale, v_scale, key_pages.kv_heads(order))?;
+    let (k, v) = scales.pages(&key_pages, &value_pages, order, false)?;
     let [tokens, num_heads, _] = rows.shape();
     let shape = [tokens, num_heads, v.layout().head_dim];
-    let mut out = Output::rows(&query, shape, out, &[&query, &key_pages, &value_pages])?;
+    let inputs: Vec<_> = [&query, &key_pages, &value_pages].into_iter().chain(scales.arrays()).collect();
+    let mut out = Output::rows(&query, shape, out, &inputs)?;
     let mut lse = lse_buffer(return_lse, tokens, num_heads)?;
     let pool = threads::shared(given(num_threads))?;
     let mut out_rows = out.rows_mut()?;
@@ -145,6 +155,38 @@ pub(super) fn paged_attention<'py>(
         attention::paged_attention(rows, k, v, &tables, &options, &mut out_rows, lse.as_deref_mut(), &pool)
     })?;
     out.into_objects(py, &query.kind(), lse, [tokens, num_heads])
+}
+
+/// `k_scale` and `v_scale`, as far as they were given.
+struct Scaling<'py>([Option<Scale<'py>>; 2]);
+
+impl<'py> Scaling<'py> {
+    fn new(
+        k_scale: Option<&Bound<'py, PyAny>>,
+        v_scale: Option<&Bound<'py, PyAny>>,
+        num_kv_heads: usize,
+    ) -> PyResult<Self> {
+        let mut scales = [Scale::optional("k_scale", k_scale)?, Scale::optional("v_scale", v_scale)?];
+        scales.iter_mut().flatten().for_each(|scale| scale.spread(num_kv_heads));
+        Ok(Self(scales))
+    }
+
+    /// Those that lie in arrays.
+    fn arrays(&self) -> impl Iterator<Item = &Array<'py>> {
+        self.0.iter().flatten().filter_map(Scale::array)
+    }
+
+    fn pages<'a>(
+        &'a self,
+        key_pages: &'a Array<'_>,
+        value_pages: &'a Array<'_>,
+        order: PageOrder,
+        write: bool,
+    ) -> Result<(PagesView<'a>, PagesView<'a>), Error> {
+        let [key, value] = &self.0;
+        let key = key_pages.scaled_pages(key.as_ref(), order, write)?;
+        Ok((key, value_pages.scaled_pages(value.as_ref(), order, write)?))
+    }
 }
 
 /// Room for the logarithms, if they are asked for.
@@ -171,6 +213,10 @@ pub(super) fn lse_buffer(wanted: bool, tokens: usize, num_heads: usize) -> PyRes
 /// slot_mapping : array of int
 ///     ``[tokens]``: slot ``page * page_size + offset`` of each token; -1 skips it. Where a slot is
 ///     named twice the later token wins.
+/// k_scale, v_scale : float or array of float, optional
+///     As in :func:`paged_attention`. Those of pages are written: each token and head gets the one
+///     that makes its largest number the dtype's, 0 if all are zero. With one per head, what is
+///     larger than the dtype's largest number times its scale becomes that.
 /// layout : {"HND", "NHD"}
 ///     Order of the axes of a page.
 ///
@@ -181,9 +227,11 @@ pub(super) fn lse_buffer(wanted: bool, tokens: usize, num_heads: usize) -> PyRes
 /// InvalidPageError
 ///     For a slot outside the pages.
 /// ValueError
-///     For a slot below -1. Nothing is written then.
+///     For a slot below -1, or NaN and infinity on their way into int8 or float8_e4m3fn. Nothing is
+///     written then.
 #[pyfunction]
-#[pyo3(signature = (key, value, key_pages, value_pages, slot_mapping, *, layout="HND"))]
+#[pyo3(signature = (key, value, key_pages, value_pages, slot_mapping, *, k_scale=None, v_scale=None,
+    layout="HND"))]
 pub(super) fn write_pages(
     py: Python<'_>,
     key: &Bound<'_, PyAny>,
@@ -191,6 +239,8 @@ pub(super) fn write_pages(
     key_pages: &Bound<'_, PyAny>,
     value_pages: &Bound<'_, PyAny>,
     slot_mapping: &Bound<'_, PyAny>,
+    k_scale: Option<&Bound<'_, PyAny>>,
+    v_scale: Option<&Bound<'_, PyAny>>,
     layout: &str,
 ) -> PyResult<()> {
     let order: PageOrder = layout.parse()?;
@@ -200,8 +250,12 @@ pub(super) fn write_pages(
     let slots = Array::new("slot_mapping", slot_mapping)?.integer_vector()?;
     key_pages.check_apart(&[&key, &value])?;
     value_pages.check_apart(&[&key, &value])?;
+    let scales = Scaling::new(k_scale, v_scale, key_pages.kv_heads(order))?;
+    for scale in scales.arrays() {
+        scale.check_apart(&[&key, &value])?;
+    }
     let (k, v) = (key.rows()?, value.rows()?);
-    let (key_pages, value_pages) = (key_pages.pages(order, true)?, value_pages.pages(order, true)?);
+    let (key_pages, value_pages) = scales.pages(&key_pages, &value_pages, order, true)?;
     let pool = threads::shared(None)?;
     py.detach(|| attention::write_pages(k, v, key_pages, value_pages, &slots, &pool))?;
     Ok(())
@@ -287,12 +341,13 @@ pub(super) fn alibi_slopes(py: Python<'_>, num_heads: Number<u16>) -> Bound<'_, 
 /// v_head_dim : int, optional
 ///     Elements of a value; `head_dim` if None.
 /// dtype : str or dtype
-///     ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+///     ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"float8_e4m3fn"``; of the last
+///     two, 8 bytes of scales per layer and KV head are counted.
 ///
 /// Returns
 /// -------
 /// int
-///     ``num_layers * num_kv_heads * (head_dim + v_head_dim) * bytes per element``.
+///     ``num_layers * num_kv_heads * (head_dim + v_head_dim) * bytes per element``, and scales.
 ///
 /// Examples
 /// --------

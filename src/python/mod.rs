@@ -1,5 +1,5 @@
-//! The Python face: one file per class (of `KvCache`, a second one: `inspect`); each method converts,
-//! detaches, calls and converts.
+//! The Python face: one file per class (of `KvCache` three: `inspect` and `pages` besides); each method
+//! converts, detaches, calls and converts.
 
 mod arguments;
 mod array;
@@ -15,6 +15,7 @@ mod fill;
 mod functions;
 mod inspect;
 mod leases;
+mod pages;
 mod pool;
 mod sequence;
 mod stats;

@@ -3,6 +3,7 @@
 #![expect(unsafe_code, reason = "memory enters the library here")]
 
 mod region;
+mod scales;
 mod view;
 
 use std::any::Any;
@@ -12,7 +13,8 @@ use crate::error::{Error, Result};
 use crate::layout::{CacheLayout, PagesLayout, Which};
 
 pub use region::{BASE_PAGE, HUGE_PAGE, HugePages, Region, RegionOptions, physical_memory};
-pub use view::{PagesView, RowsView, RowsViewMut};
+pub use scales::check_positive;
+pub use view::{PagesView, RowsView, RowsViewMut, Scales};
 
 /// With [`HugePages::Auto`], layers shorter than this stay on base pages. A page of the cache has a
 /// part in every layer, so the first one takes a huge page per layer: at most 1/16 of all.
@@ -25,6 +27,9 @@ pub struct LayerPages {
     pub base: *mut u8,
     /// Shape and strides.
     pub layout: PagesLayout,
+    /// Of a quantised type: what elements are multiplied by. Scales per head come later, with
+    /// [`KvStorage::with_head_scales`].
+    pub scales: Option<Scales>,
 }
 
 /// Keys and values of every layer in host memory, owned by the cache or by someone else.
@@ -37,6 +42,8 @@ pub struct KvStorage {
     /// Keys and values per layer.
     layers: Vec<[LayerPages; 2]>,
     bytes: u64,
+    /// Scales per head; planes name them.
+    _head_scales: Vec<f32>,
     /// The mapping, or the arrays' owner; dropped last of all that names the memory.
     _owner: Box<dyn Any + Send + Sync>,
 }
@@ -51,10 +58,12 @@ impl KvStorage {
     pub fn map(layout: CacheLayout, options: RegionOptions) -> Result<Self> {
         let bytes = layout.total_bytes()?;
         let layer_bytes = layout.layer_bytes()?;
-        let planes = [(Which::Key, 0), (Which::Value, layout.value_offset() * layout.dtype.size())]
-            .map(|(which, offset)| layout.pages(which).map(|pages| (pages, offset)));
-        let [keys, values] = planes;
-        let planes = [keys?, values?];
+        let plane = |which, offset| -> Result<_> {
+            let scales = (layout.scales(which)?, layout.scale_offset(which));
+            Ok((layout.pages(which)?, offset, layout.has_token_scales().then_some(scales)))
+        };
+        let value_offset = layout.value_offset() * layout.dtype.size();
+        let planes = [plane(Which::Key, 0)?, plane(Which::Value, value_offset)?];
         let huge_pages = match options.huge_pages {
             HugePages::Auto if layer_bytes < AUTO_FROM => HugePages::Off,
             choice => choice,
@@ -62,13 +71,19 @@ impl KvStorage {
         let region = Region::map(bytes, RegionOptions { huge_pages, ..options })?;
         let layers = (0..layout.num_layers)
             .map(|layer| {
-                planes.map(|(layout, offset)| LayerPages {
-                    base: region.base().wrapping_add(layer * layer_bytes + offset),
-                    layout,
+                planes.map(|(layout, offset, scales)| {
+                    let base = region.base().wrapping_add(layer * layer_bytes);
+                    let scales = scales.map(|(layout, offset)| Scales {
+                        base: base.wrapping_add(offset),
+                        layout,
+                        per_head: false,
+                    });
+                    LayerPages { base: base.wrapping_add(offset), layout, scales }
                 })
             })
             .collect();
-        Ok(Self { layout, layers, bytes: bytes as u64, _owner: Box::new(region) })
+        let (bytes, owner) = (bytes as u64, Box::new(region));
+        Ok(Self { layout, layers, bytes, _head_scales: Vec::new(), _owner: owner })
     }
 
     /// Takes over memory of someone else, who stays its owner: `owner` is dropped with the storage.
@@ -80,9 +95,9 @@ impl KvStorage {
     /// its dtype, if its strides let two slots overlap, or if two arrays are the same memory.
     ///
     /// # Safety
-    /// - Each `base` is valid for `layout.span()` elements of reads and writes until `owner`
-    ///   is dropped, from any thread.
-    /// - Arrays of different layers, and keys and values, share no element.
+    /// - Each `base`, also of scales, is valid for `layout.span()` elements of reads and writes until
+    ///   `owner` is dropped, from any thread.
+    /// - Arrays of different layers, keys, values and scales share no element.
     /// - Until then nobody else writes slots of pages that the cache has handed out.
     pub unsafe fn adopt(
         layout: CacheLayout,
@@ -101,13 +116,15 @@ impl KvStorage {
             for (which, plane) in [Which::Key, Which::Value].into_iter().zip(planes) {
                 let wrong = |what: String| Error::Layout(format!("layer {layer}, {which:?}: {what}"));
                 check_shape(&plane.layout, &layout.pages(which)?).map_err(wrong)?;
-                check_memory(plane).map_err(wrong)?;
+                check_memory(plane.base, &plane.layout).map_err(wrong)?;
                 if plane.layout.span()? > 0 && !bases.insert(plane.base) {
                     return Err(wrong(format!("the array at {:p} was given before", plane.base)));
                 }
+                scales::check(plane.scales.as_ref(), &layout, which, &mut bases).map_err(wrong)?;
             }
         }
-        Ok(Self { layout, layers, bytes: layout.total_bytes()? as u64, _owner: owner })
+        let bytes = layout.total_bytes()? as u64;
+        Ok(Self { layout, layers, bytes, _head_scales: Vec::new(), _owner: owner })
     }
 
     /// The shape.
@@ -133,7 +150,7 @@ impl KvStorage {
         // SAFETY: `map` lays every layer inside its region and `adopt`'s caller vouches for its
         // arrays; `owner` lives as long as the borrow of `self`. That no slot is written while
         // another thread uses it is promised by those who go through the view: they hold leases.
-        Ok(unsafe { PagesView::new(plane.base, plane.layout, writable) })
+        Ok(unsafe { PagesView::new(plane.base, plane.layout, writable).with_scales(plane.scales) })
     }
 }
 
@@ -164,13 +181,12 @@ fn check_shape(found: &PagesLayout, want: &PagesLayout) -> Result<(), String> {
 }
 
 /// Says what keeps an array from being used.
-fn check_memory(plane: &LayerPages) -> Result<(), String> {
-    let l = &plane.layout;
+fn check_memory(base: *mut u8, l: &PagesLayout) -> Result<(), String> {
     if l.span().map_err(|error| error.to_string())? == 0 {
         return Ok(());
     }
-    if plane.base.is_null() || plane.base.align_offset(l.dtype.size()) != 0 {
-        return Err(format!("address {:p} is not aligned for {}", plane.base, l.dtype));
+    if base.is_null() || base.align_offset(l.dtype.size()) != 0 {
+        return Err(format!("address {base:p} is not aligned for {}", l.dtype));
     }
     let mut axes =
         [(l.page_stride, l.num_pages), (l.head_stride, l.num_heads), (l.token_stride, l.page_size)];

@@ -13,6 +13,7 @@ fn layout(num_layers: usize) -> CacheLayout {
         head_dim: 8,
         v_head_dim: 6,
         dtype: DType::BF16,
+        head_scales: false,
         order: PageOrder::Hnd,
     }
 }
@@ -33,7 +34,7 @@ fn arrays(shape: CacheLayout) -> (Vec<Vec<u16>>, Vec<[LayerPages; 2]>) {
                 let (mut memory, layout) = array(shape, which);
                 let base = memory.as_mut_ptr().cast();
                 owned.push(memory);
-                LayerPages { base, layout }
+                LayerPages { base, layout, scales: None }
             })
         })
         .collect();

@@ -37,8 +37,20 @@ pub struct RowsViewMut<'a> {
 pub struct PagesView<'a> {
     base: *mut u8,
     layout: PagesLayout,
+    scales: Option<Scales>,
     writable: bool,
     life: PhantomData<&'a [u8]>,
+}
+
+/// What elements of a quantised type are multiplied by: float32, an address without a lifetime.
+#[derive(Clone, Copy, Debug)]
+pub struct Scales {
+    /// The first.
+    pub base: *mut u8,
+    /// Shape and strides, as of pages whose tokens have one element.
+    pub layout: PagesLayout,
+    /// Whether a head's tokens share one, which was given and isn't written.
+    pub per_head: bool,
 }
 
 impl<'a> RowsView<'a> {
@@ -154,7 +166,7 @@ impl<'a> RowsViewMut<'a> {
     }
 }
 
-impl PagesView<'_> {
+impl<'a> PagesView<'a> {
     /// Wraps raw memory.
     ///
     /// # Safety
@@ -163,7 +175,40 @@ impl PagesView<'_> {
     /// - Whoever writes through it, or reads, holds a lease on the slots concerned: no slot is
     ///   written while another thread reads or writes it.
     pub unsafe fn new(base: *mut u8, layout: PagesLayout, writable: bool) -> Self {
-        Self { base, layout, writable, life: PhantomData }
+        Self { base, layout, scales: None, writable, life: PhantomData }
+    }
+
+    /// The same pages with their scales.
+    ///
+    /// # Safety
+    /// - As for [`new`](Self::new), but scales per head lie one behind the other, and nobody writes
+    ///   them.
+    pub unsafe fn with_scales(self, scales: Option<Scales>) -> Self {
+        Self { scales, ..self }
+    }
+
+    /// What elements are multiplied by, if their type asks for it.
+    #[inline]
+    pub fn scales(&self) -> Option<&Scales> {
+        self.scales.as_ref()
+    }
+
+    /// The scales of whole heads, one each.
+    pub fn head_scales(&self) -> Option<&'a [f32]> {
+        let Scales { base, layout, per_head: true } = self.scales? else { return None };
+        // SAFETY: as `with_scales` was promised.
+        Some(unsafe { std::slice::from_raw_parts(base.cast(), layout.num_heads) })
+    }
+
+    /// All scales as pages of one element per token; those of whole heads are read-only.
+    pub fn scale_pages(&self) -> Option<Self> {
+        let Scales { base, layout, per_head } = self.scales?;
+        Some(Self { base, layout, scales: None, writable: self.writable && !per_head, ..*self })
+    }
+
+    /// The scales that live with tokens, as pages of one element per token.
+    pub fn token_scales(&self) -> Option<Self> {
+        self.scale_pages().filter(|_| self.scales.is_some_and(|scales| !scales.per_head))
     }
 
     /// Shape and strides.

@@ -52,6 +52,7 @@ impl Arguments<'_> {
             head_dim: 16,
             v_head_dim: 12,
             dtype: DType::F16,
+            head_scales: false,
             order: PageOrder::Hnd,
         });
         let (key_pages, value_pages) = pages.views();
@@ -183,6 +184,7 @@ fn rows_of_no_sequence_and_sequences_of_no_token_see_no_key() {
             head_dim: 16,
             v_head_dim: 12,
             dtype: DType::F16,
+            head_scales: false,
             order: PageOrder::Hnd,
         });
         let (key_pages, value_pages) = pages.views();

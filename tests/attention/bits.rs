@@ -56,7 +56,14 @@ fn field_c71_batches_of_any_size_have_the_bits_of_one() {
 #[test]
 fn threads_placement_page_size_and_order_change_no_bit() {
     for isa in isas() {
-        for (kv_dtype, head_dim) in [(DType::BF16, 40), (DType::F32, 64), (DType::F16, 64)] {
+        for (kv_dtype, head_dim) in [
+            (DType::BF16, 40),
+            (DType::F32, 64),
+            (DType::F16, 64),
+            (DType::I8, 64),
+            (DType::I8, 40),
+            (DType::F8E4M3, 64),
+        ] {
             let case = Case { kv_dtype, head_dim, ..batch() };
             let want = case.run(isa, pool(1)).bits();
             for page_size in [1, 3, 16, 128, 1000] {

@@ -9,7 +9,7 @@ use paged_kv::dtype::DType;
 use paged_kv::kernels::Isa;
 use paged_kv::layout::{CacheLayout, PageOrder};
 
-use crate::memory::{Array, Pages, Rng, rounded};
+use crate::memory::{Array, Pages, Rng, head_scale, rounded, stored_row};
 
 /// The instruction sets to test; the others are reported by name.
 pub(crate) fn isas() -> Vec<Isa> {
@@ -31,6 +31,8 @@ pub(crate) struct Case {
     pub(crate) v_head_dim: usize,
     pub(crate) page_size: usize,
     pub(crate) order: PageOrder,
+    /// Of quantised dtypes: one scale per head.
+    pub(crate) head_scales: bool,
     /// Length and queries of each sequence.
     pub(crate) sequences: Vec<(usize, usize)>,
     pub(crate) scale: Option<f32>,
@@ -57,6 +59,7 @@ impl Default for Case {
             v_head_dim: 64,
             page_size: 16,
             order: PageOrder::Hnd,
+            head_scales: false,
             sequences: vec![(100, 1)],
             scale: None,
             causal: true,
@@ -117,9 +120,22 @@ impl Case {
         };
         Contents {
             query: make(queries * self.num_heads() * self.head_dim, self.magnitude, self.query_dtype),
-            key: make(len * self.num_kv_heads * self.head_dim, 1.0, self.kv_dtype),
-            value: make(len * self.num_kv_heads * self.v_head_dim, 1.0, self.kv_dtype),
+            key: self.stored(0, &make(len * self.num_kv_heads * self.head_dim, 1.0, self.kv_dtype)),
+            value: self.stored(1, &make(len * self.num_kv_heads * self.v_head_dim, 1.0, self.kv_dtype)),
         }
+    }
+
+    /// What pages make of keys (0) or values (1).
+    fn stored(&self, which: usize, rows: &[f32]) -> Vec<f32> {
+        if !self.kv_dtype.is_quantised() {
+            return rows.to_vec();
+        }
+        let dim = [self.head_dim, self.v_head_dim][which];
+        let of_row = |(i, row)| {
+            let head = which * self.num_kv_heads + i % self.num_kv_heads;
+            stored_row(row, self.kv_dtype, self.head_scales.then(|| head_scale(head))).0
+        };
+        rows.chunks_exact(dim).enumerate().flat_map(of_row).collect()
     }
 
     /// The first token that any query of a sequence sees.
@@ -201,6 +217,7 @@ impl Case {
             head_dim,
             v_head_dim,
             dtype: self.kv_dtype,
+            head_scales: self.head_scales,
             order: self.order,
         };
         let mut pages = Pages::poisoned(&layout);
@@ -227,8 +244,9 @@ impl Case {
                     i64::from(row[token / page_size]) * page_size as i64 + (token % page_size) as i64
                 })
                 .collect();
-            let key = Array::new(&contents.key[first * num_kv_heads * head_dim..], self.kv_dtype);
-            let value = Array::new(&contents.value[first * num_kv_heads * v_head_dim..], self.kv_dtype);
+            let rows_dtype = if self.kv_dtype.is_quantised() { DType::F32 } else { self.kv_dtype };
+            let key = Array::new(&contents.key[first * num_kv_heads * head_dim..], rows_dtype);
+            let value = Array::new(&contents.value[first * num_kv_heads * v_head_dim..], rows_dtype);
             write_pages(
                 key.view([len - first, num_kv_heads, head_dim]),
                 value.view([len - first, num_kv_heads, v_head_dim]),
@@ -297,6 +315,9 @@ impl Case {
             DType::BF16 => 1.0 / 512.0,
             _ => 0.0,
         };
+        // Eight bits of floating point in steps that a head's scale sets may lie beyond 1, where the output's
+        // are twice as far apart.
+        let output = if self.head_scales { 2.0 * output } else { output };
         (rounding + output, 2.0 * rounding + 1e-7 * bias * far)
     }
 

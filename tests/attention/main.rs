@@ -13,4 +13,5 @@ mod memory;
 mod merge;
 mod placement;
 mod property;
+mod quantised;
 mod write;

@@ -231,6 +231,7 @@ fn layout() -> CacheLayout {
         head_dim: DIMS[0],
         v_head_dim: DIMS[1],
         dtype: DType::F32,
+        head_scales: false,
         order: PageOrder::Hnd,
     }
 }

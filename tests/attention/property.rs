@@ -7,10 +7,6 @@ use proptest::prelude::*;
 use crate::harness::Case;
 use crate::memory::Rng;
 
-fn dtypes() -> impl Strategy<Value = DType> {
-    prop::sample::select(DType::ALL.to_vec())
-}
-
 /// Odd ones, seldom above 160, the usual ones, and MLA's 576.
 fn dims() -> impl Strategy<Value = usize> {
     let usual = prop::sample::select(vec![32, 64, 80, 96, 128]);
@@ -30,7 +26,9 @@ fn sequences() -> impl Strategy<Value = Vec<(usize, usize)>> {
 
 prop_compose! {
     pub(crate) fn cases()(
-        (kv_dtype, query_dtype) in (dtypes(), dtypes()),
+        kv_dtype in prop::sample::select(DType::ALL.to_vec()),
+        query_dtype in prop::sample::select(DType::FLOATS.to_vec()),
+        head_scales in any::<bool>(),
         (num_kv_heads, group) in prop_oneof![
             (1..4_usize, 1..5_usize),
             (Just(1_usize), 1..17_usize),
@@ -49,7 +47,7 @@ prop_compose! {
     ) -> Case {
         let num_heads = num_kv_heads * group;
         Case {
-            kv_dtype, query_dtype, num_kv_heads, group, head_dim, v_head_dim, page_size, order, sequences,
+            kv_dtype, query_dtype, head_scales: head_scales && kv_dtype.is_quantised(), num_kv_heads, group, head_dim, v_head_dim, page_size, order, sequences,
             scale, causal, window_left, soft_cap, magnitude, seed, placement,
             slopes: alibi.then(|| paged_kv::attention::alibi_slopes(num_heads)),
             sinks: sinks.then(|| Rng(seed).floats(num_heads).iter().map(|x| 4.0 * x).collect()),

@@ -127,6 +127,7 @@ impl KvMemory {
             head_dim: KEY_DIM,
             v_head_dim: VALUE_DIM,
             dtype: DType::F32,
+            head_scales: false,
             order: PageOrder::Hnd,
         };
         let options = CacheOptions {

@@ -155,6 +155,8 @@ FIGURES = [
     row("d2 float32 page 16 limit", "reading the pages", 30.0, "GB/s"),
     row("d2 float32 page 16 adjacent", "paged_kv", 24.0, "GB/s"),
     row("d2 bfloat16 page 16 scattered", "paged_kv", 20.0, "GB/s"),
+    row("d2 int8 page 16 scattered", "paged_kv", 20.0, "GB/s"),
+    row("d2 float8_e4m3fn page 16 adjacent", "paged_kv", 10.0, "GB/s"),
     row("p1 float32 page 16 limit", "multiply-adds", 200.0, "GFLOP/s"),
     row("p1 float32 page 16 adjacent", "paged_kv", 150.0, "GFLOP/s"),
     row("d2 float32 page 16 adjacent, a call", "paged_kv", 10.0, "ms"),
@@ -168,10 +170,12 @@ def test_a_case_stands_at_its_operations_per_byte() -> None:
     ours = found["d2", "float32", "adjacent"]
     assert (ours.intensity, ours.rate) == pytest.approx((2.0, 48.0))
     assert found["d2", "bfloat16", "scattered"].rate == pytest.approx(80.0)
+    assert found["d2", "int8", "scattered"].rate == pytest.approx(160.0)
+    assert found["d2", "float8_e4m3fn", "adjacent"].rate == pytest.approx(80.0)
     assert found["p1", "float32", "adjacent"].rate == 150.0
     # 16 sequences of 2048 tokens, 32 heads of 128: 0.537 GFLOP in 20 ms.
     assert found["d2", "float32", "numpy (BLAS)"].rate == pytest.approx(26.8, abs=0.1)
-    assert len(found) == 4
+    assert len(found) == 6
     assert bench_plot.roofs(FIGURES) == {2: {"GB/s": 30.0, "GFLOP/s": 200.0}}
 
 

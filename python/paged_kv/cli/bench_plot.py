@@ -19,8 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
-_COLOURS = {"float32": "#1f77b4", "float16": "#2ca02c", "bfloat16": "#d62728"}
+_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
+_COLOURS = {
+    "float32": "#1f77b4",
+    "float16": "#2ca02c",
+    "bfloat16": "#d62728",
+    "int8": "#9467bd",
+    "float8_e4m3fn": "#ff7f0e",
+}
 _MARKERS = {"adjacent": "o", "scattered": "s", NUMPY: "X"}
 
 

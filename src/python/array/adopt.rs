@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use super::{Array, Owner, dlpack};
 use crate::error::{Error, Result};
 use crate::layout::{CacheLayout, PagesLayout};
-use crate::storage::{KvStorage, LayerPages};
+use crate::storage::{KvStorage, LayerPages, Scales};
 
 /// Keeps adopted arrays alive, from whatever thread the cache is dropped in.
 enum Keeper {
@@ -34,15 +34,29 @@ impl Drop for Keeper {
     }
 }
 
-/// Storage of `layout` over one pair of arrays per layer, which must be apart in memory.
-pub(in crate::python) fn adopt(layout: CacheLayout, arrays: Vec<[Array<'_>; 2]>) -> Result<KvStorage> {
+/// What is adopted of one layer: keys and values, and their scales where they live with tokens.
+pub(in crate::python) struct LayerArrays<'py> {
+    pub(in crate::python) pages: [Array<'py>; 2],
+    pub(in crate::python) scales: Option<[Array<'py>; 2]>,
+}
+
+/// Storage of `layout` over the arrays of each layer, which must be apart in memory.
+pub(in crate::python) fn adopt(layout: CacheLayout, arrays: Vec<LayerArrays<'_>>) -> Result<KvStorage> {
     let mut layers = Vec::new();
-    for pair in &arrays {
-        let [key, value] = pair.each_ref().map(|array| plane(array, &layout));
-        layers.push([key?, value?]);
+    for layer in &arrays {
+        let [key_scales, value_scales] = match &layer.scales {
+            Some([key, value]) => [Some(key), Some(value)],
+            None => [None, None],
+        };
+        let [key, value] = &layer.pages;
+        layers.push([plane(key, key_scales, &layout)?, plane(value, value_scales, &layout)?]);
     }
     check_disjoint(&layers)?;
-    let keepers: Vec<Keeper> = arrays.into_iter().flatten().map(keeper).collect();
+    let keepers: Vec<Keeper> = arrays
+        .into_iter()
+        .flat_map(|layer| layer.pages.into_iter().chain(layer.scales.into_iter().flatten()))
+        .map(keeper)
+        .collect();
     let owner: Box<dyn Any + Send + Sync> = Box::new(keepers);
     // SAFETY: the producers vouch for memory of the shapes and strides that were checked when the
     // arrays came in, until the keepers are dropped; `check_disjoint` keeps the arrays apart. That
@@ -50,9 +64,10 @@ pub(in crate::python) fn adopt(layout: CacheLayout, arrays: Vec<[Array<'_>; 2]>)
     unsafe { KvStorage::adopt(layout, layers, owner) }
 }
 
-fn plane(array: &Array<'_>, layout: &CacheLayout) -> Result<LayerPages> {
+fn plane(array: &Array<'_>, scales: Option<&Array<'_>>, layout: &CacheLayout) -> Result<LayerPages> {
     let view = array.pages(layout.order, true)?;
-    Ok(LayerPages { base: view.base(), layout: *view.layout() })
+    let scales = scales.map(|scales| scales.scales(layout.order, true)).transpose()?;
+    Ok(LayerPages { base: view.base(), layout: *view.layout(), scales })
 }
 
 fn keeper(array: Array<'_>) -> Keeper {
@@ -64,17 +79,21 @@ fn keeper(array: Array<'_>) -> Keeper {
 
 /// Refuses arrays that could share an element.
 fn check_disjoint(layers: &[[LayerPages; 2]]) -> Result<()> {
-    let mut planes: Vec<(&LayerPages, usize)> = layers
+    let plane_of_scales =
+        |scales: Scales| LayerPages { base: scales.base, layout: scales.layout, scales: None };
+    let mut planes: Vec<(LayerPages, usize)> = layers
         .iter()
         .enumerate()
-        .flat_map(|(layer, pair)| pair.iter().map(move |plane| (plane, layer)))
+        .flat_map(|(layer, pair)| pair.iter().map(move |&plane| (plane, layer)))
+        .flat_map(|(plane, layer)| {
+            [Some(plane), plane.scales.map(plane_of_scales)].into_iter().flatten().map(move |p| (p, layer))
+        })
         .collect();
     planes.sort_unstable_by_key(|(plane, _)| plane.base.addr());
-    for (i, &(low, layer)) in planes.iter().enumerate() {
-        let size = low.layout.dtype.size();
-        let end = low.base.addr() + low.layout.span()? * size;
-        for &(high, other) in planes[i + 1..].iter().take_while(|(plane, _)| plane.base.addr() < end) {
-            if !interleave(low, high, (high.base.addr() - low.base.addr()) / size) {
+    for (i, (low, layer)) in planes.iter().enumerate() {
+        let end = low.base.addr() + low.layout.span()? * low.layout.dtype.size();
+        for (high, other) in planes[i + 1..].iter().take_while(|(plane, _)| plane.base.addr() < end) {
+            if !interleave(low, high, high.base.addr() - low.base.addr()) {
                 return Err(Error::Layout(format!(
                     "the arrays of layers {layer} and {other} in storage overlap in memory"
                 )));
@@ -84,21 +103,24 @@ fn check_disjoint(layers: &[[LayerPages; 2]]) -> Result<()> {
     Ok(())
 }
 
-/// Whether two arrays, `offset` elements apart, take turns along a stride that both have: then
-/// what lies inside that stride decides, and the rest repeats it.
+/// Whether two arrays, `offset` bytes apart, take turns along a stride that both have: then what lies
+/// inside that stride decides, and the rest repeats it.
 fn interleave(low: &LayerPages, high: &LayerPages, offset: usize) -> bool {
+    // In bytes.
     let axes = |layout: &PagesLayout| {
         let axes = [
             (layout.page_stride, layout.num_pages),
             (layout.head_stride, layout.num_heads),
             (layout.token_stride, layout.page_size),
         ];
-        axes.into_iter().filter(|axis| axis.1 > 1).collect::<Vec<_>>()
+        let size = layout.dtype.size();
+        axes.into_iter().filter(|axis| axis.1 > 1).map(|axis| (axis.0 * size, axis.1)).collect::<Vec<_>>()
     };
+    let row = |layout: &PagesLayout| layout.head_dim * layout.dtype.size();
     let (a, b) = (axes(&low.layout), axes(&high.layout));
-    // Elements spanned inside one period, if all other axes step by whole periods.
-    let inside = |axes: &[(usize, usize)], head_dim: usize, period: usize| {
-        let mut span = head_dim;
+    // Bytes spanned inside one period, if all other axes step by whole periods.
+    let inside = |axes: &[(usize, usize)], row: usize, period: usize| {
+        let mut span = row;
         for &(stride, count) in axes {
             if stride < period {
                 span += stride * (count - 1);
@@ -110,7 +132,7 @@ fn interleave(low: &LayerPages, high: &LayerPages, offset: usize) -> bool {
     };
     a.iter().map(|axis| axis.0).filter(|&period| period > 0).any(|period| {
         let (Some(first), Some(second)) =
-            (inside(&a, low.layout.head_dim, period), inside(&b, high.layout.head_dim, period))
+            (inside(&a, row(&low.layout), period), inside(&b, row(&high.layout), period))
         else {
             return false;
         };

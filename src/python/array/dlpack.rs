@@ -20,6 +20,8 @@ use crate::error::{Error, Result};
 const CPU: i32 = 1;
 /// Host memory that a device can read too.
 const PINNED: [i32; 2] = [3, 11];
+/// Type code of float8_e4m3fn.
+const F8_E4M3FN: u8 = 10;
 const VERSION: Version = Version { major: 1, minor: 1 };
 const READ_ONLY: u64 = 1;
 const IS_COPIED: u64 = 2;
@@ -285,6 +287,8 @@ impl Exported {
             DType::F32 => (2, 32),
             DType::F16 => (2, 16),
             DType::BF16 => (4, 16),
+            DType::I8 => (0, 8),
+            DType::F8E4M3 => (F8_E4M3FN, 8),
         };
         DlTensor {
             data: self.memory.base().cast(),
@@ -363,6 +367,7 @@ fn element(dtype: DataType) -> Element {
         (2, 32, 1) => Element::Float(DType::F32),
         (2, 16, 1) => Element::Float(DType::F16),
         (4, 16, 1) => Element::Float(DType::BF16),
+        (F8_E4M3FN, 8, 1) => Element::Float(DType::F8E4M3),
         (2, 64, 1) => Element::Float64,
         (code @ (0 | 1), 8 | 16 | 32 | 64, 1) => Element::Int { signed: code == 0, bytes },
         (code, bits, lanes) => {

@@ -76,6 +76,13 @@ impl Memory {
         })
     }
 
+    /// The same without its last axis, which has one element.
+    pub(in crate::python) fn without_last_axis(mut self) -> Self {
+        assert_eq!(self.shape.pop(), Some(1), "one element");
+        self.strides.pop();
+        self
+    }
+
     pub(in crate::python) fn base(&self) -> *mut u8 {
         self.base
     }

@@ -54,7 +54,11 @@ fn element(dtype: &Bound<'_, PyArrayDescr>) -> PyResult<Element> {
     } else {
         match dtype.kind() {
             kind @ (b'i' | b'u') => Element::Int { signed: kind == b'i', bytes },
-            _ => Element::Other { name: dtype.to_string(), bytes },
+            _ => match dtype.to_string() {
+                // That of `ml_dtypes`.
+                name if name == DType::F8E4M3.name() => Element::Float(DType::F8E4M3),
+                name => Element::Other { name, bytes },
+            },
         }
     };
     // False for the other byte order; None where order has no meaning (bytes, and void such as bfloat16).
@@ -99,7 +103,8 @@ pub(super) fn empty<'py>(dtype: &Bound<'py, PyArrayDescr>, shape: &[usize]) -> P
     }
 }
 
-/// numpy's dtype for `dtype`: that of `ml_dtypes` for bfloat16 where it is installed, else uint16.
+/// numpy's dtype for `dtype`: that of `ml_dtypes` for bfloat16 where it is installed, else uint16;
+/// the bits of float8_e4m3fn are uint8.
 pub(super) fn descr(py: Python<'_>, dtype: DType) -> PyResult<Bound<'_, PyArrayDescr>> {
     Ok(match dtype {
         DType::F32 => numpy::dtype::<f32>(py),
@@ -108,6 +113,8 @@ pub(super) fn descr(py: Python<'_>, dtype: DType) -> PyResult<Bound<'_, PyArrayD
             Ok(module) => PyArrayDescr::new(py, module.getattr("bfloat16")?)?,
             Err(_) => numpy::dtype::<u16>(py),
         },
+        DType::I8 => numpy::dtype::<i8>(py),
+        DType::F8E4M3 => numpy::dtype::<u8>(py),
     })
 }
 

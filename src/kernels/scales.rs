@@ -1,0 +1,94 @@
+//! What quantised keys and values are multiplied by: one factor per key for its product with a query,
+//! and one for its weight, so that inner loops over elements only widen them.
+
+use std::ops::Range;
+
+use super::flash::SPLIT;
+use super::simd::{Simd, Stored};
+use super::tokens::TILE;
+use crate::layout::PagesLayout;
+use crate::storage::PagesView;
+
+/// Tokens whose scales most likely share a cache line.
+const TOGETHER: usize = 8;
+
+/// Factors of the keys and values of one tile in one head.
+#[derive(Clone, Copy)]
+pub(super) struct TileScales<'a> {
+    pub(super) key: &'a [f32; TILE],
+    pub(super) value: &'a [f32; TILE],
+}
+
+/// The scales of keys, or of values, on a pass through splits.
+pub(super) struct Scales {
+    base: *const f32,
+    layout: PagesLayout,
+    /// What every scale is multiplied by: the unit in which elements are loaded.
+    unit: f32,
+    /// Where those of the keys at hand lie in the first head, in elements from `base`.
+    offsets: [usize; SPLIT],
+    /// Those of one tile and head.
+    pub(super) tile: [f32; TILE],
+}
+
+impl Scales {
+    /// Of keys and of values, if their type has scales.
+    ///
+    /// # Panics
+    /// If scales are not of the pages' shape.
+    pub(super) fn pair<T: Stored>(key_pages: &PagesView, value_pages: &PagesView) -> Option<Box<[Self; 2]>> {
+        let of = |pages: &PagesView| {
+            let (scales, pages) = (pages.scales()?, pages.layout());
+            let shape = |l: &PagesLayout| (l.num_pages, l.num_heads, l.page_size);
+            assert!(shape(&scales.layout) == shape(pages), "one scale per token and head");
+            let (base, layout) = (scales.base.cast_const().cast(), scales.layout);
+            Some(Self { base, layout, unit: T::UNIT, offsets: [0; SPLIT], tile: [0.0; TILE] })
+        };
+        Some(Box::new([of(key_pages)?, of(value_pages)?]))
+    }
+
+    /// Notes where the scales of `run` tokens from `slot` of a page on lie, for the places from
+    /// `place` on.
+    ///
+    /// # Panics
+    /// If there is no such page or slot.
+    pub(super) fn locate(&mut self, place: usize, page: usize, slot: usize, run: usize) {
+        let l = &self.layout;
+        assert!(page < l.num_pages && slot + run <= l.page_size, "slots of the pool");
+        for (i, offset) in self.offsets[place..place + run].iter_mut().enumerate() {
+            *offset = l.offset(page, 0, slot + i);
+        }
+    }
+
+    /// Makes places around `located`, up to whole tiles, name the first of them.
+    pub(super) fn fill(&mut self, located: Range<usize>) {
+        let Range { start, end } = located;
+        let valid = self.offsets[start];
+        self.offsets[start / TILE * TILE..start].fill(valid);
+        self.offsets[end..end.next_multiple_of(TILE)].fill(valid);
+    }
+
+    /// Brings those of one tile and head.
+    pub(super) fn take(&mut self, head: usize, tile: usize) {
+        let base = self.of_head(head);
+        let offsets = &self.offsets.as_chunks::<TILE>().0[tile % (SPLIT / TILE)];
+        for (scale, &offset) in self.tile.iter_mut().zip(offsets) {
+            // SAFETY: `locate` checked pages and slots, `of_head` the head; the view vouches for them.
+            *scale = unsafe { base.wrapping_add(offset).read() } * self.unit;
+        }
+    }
+
+    /// Asks for those of one tile and head.
+    pub(super) fn prefetch<S: Simd>(&self, simd: S, head: usize, tile: usize) {
+        let base = self.of_head(head);
+        let offsets = &self.offsets.as_chunks::<TILE>().0[tile % (SPLIT / TILE)];
+        for &offset in offsets.iter().step_by(TOGETHER) {
+            simd.prefetch(base.wrapping_add(offset).cast());
+        }
+    }
+
+    fn of_head(&self, head: usize) -> *const f32 {
+        assert!(head < self.layout.num_heads, "a KV head");
+        self.base.wrapping_add(head * self.layout.head_stride)
+    }
+}
