@@ -31,6 +31,7 @@ fn cache(num_layers: usize, num_pages: u32) -> KvCache {
         v_head_dim: 128,
         dtype: DType::BF16,
         head_scales: false,
+        value_in_key: false,
         order: PageOrder::Hnd,
     };
     let region = RegionOptions::default();

@@ -136,6 +136,9 @@ pub struct CacheLayout {
     /// Of a quantised type: whether each head has one scale, given beforehand, instead of one per
     /// token that lives with the page.
     pub head_scales: bool,
+    /// Whether values are the first `v_head_dim` elements of each key (the latent of MLA): they are not
+    /// stored twice, and share the keys' scales.
+    pub value_in_key: bool,
     /// Order of the axes in a page.
     pub order: PageOrder,
 }
@@ -143,10 +146,16 @@ pub struct CacheLayout {
 impl CacheLayout {
     /// Elements of one token's keys and values in one layer.
     fn token_elements(&self) -> Result<usize> {
+        let own = if self.value_in_key { 0 } else { self.v_head_dim };
         self.head_dim
-            .checked_add(self.v_head_dim)
+            .checked_add(own)
             .and_then(|dims| dims.checked_mul(self.num_kv_heads))
             .ok_or_else(|| self.overflow())
+    }
+
+    /// What has memory of its own: keys, and values that are not part of them.
+    pub fn stored(&self) -> &'static [Which] {
+        if self.value_in_key { &[Which::Key] } else { &[Which::Key, Which::Value] }
     }
 
     /// Bytes of one page in one layer: K and V together, and their scales.
@@ -161,7 +170,7 @@ impl CacheLayout {
         }
         elements
             .checked_next_multiple_of(SCALE)
-            .and_then(|n| n.checked_add(self.scale_plane()?.checked_mul(2)?))
+            .and_then(|n| n.checked_add(self.scale_plane()?.checked_mul(self.stored().len())?))
             .ok_or_else(|| self.overflow())
     }
 
@@ -195,9 +204,10 @@ impl CacheLayout {
             Which::Key => self.head_dim,
             Which::Value => self.v_head_dim,
         };
+        let row = if self.value_in_key { self.head_dim } else { head_dim };
         let (head_stride, token_stride) = match self.order {
-            PageOrder::Hnd => (self.page_size * head_dim, head_dim),
-            PageOrder::Nhd => (head_dim, self.num_kv_heads * head_dim),
+            PageOrder::Hnd => (self.page_size * row, row),
+            PageOrder::Nhd => (row, self.num_kv_heads * row),
         };
         Ok(PagesLayout {
             dtype: self.dtype,
@@ -230,14 +240,15 @@ impl CacheLayout {
 
     /// Bytes from a page's first key to the first scale of its keys, or of its values.
     pub fn scale_offset(&self, which: Which) -> usize {
-        let elements = self.num_kv_heads * self.page_size * (self.head_dim + self.v_head_dim);
-        let plane = self.num_kv_heads * self.page_size * SCALE;
-        (elements * self.dtype.size()).next_multiple_of(SCALE) + which as usize * plane
+        let tokens = self.num_kv_heads * self.page_size;
+        let (own, planes) = if self.value_in_key { (0, 0) } else { (self.v_head_dim, which as usize) };
+        let elements = tokens * (self.head_dim + own);
+        (elements * self.dtype.size()).next_multiple_of(SCALE) + planes * tokens * SCALE
     }
 
     /// Elements from a page's first key to its first value.
     pub fn value_offset(&self) -> usize {
-        self.num_kv_heads * self.page_size * self.head_dim
+        if self.value_in_key { 0 } else { self.num_kv_heads * self.page_size * self.head_dim }
     }
 
     fn overflow(&self) -> Error {
@@ -247,7 +258,7 @@ impl CacheLayout {
 
 /// Bytes that one token of context costs over all layers: `layers · kv_heads · (head_dim +
 /// v_head_dim) · bytes per element`, and 8 bytes of scales per layer and KV head for a quantised
-/// type.
+/// type (4 without values of their own: `v_head_dim` 0).
 pub fn kv_bytes_per_token(
     num_layers: usize,
     num_kv_heads: usize,
@@ -264,6 +275,7 @@ pub fn kv_bytes_per_token(
         v_head_dim,
         dtype,
         head_scales: false,
+        value_in_key: v_head_dim == 0,
         order: PageOrder::Hnd,
     };
     one_token.total_bytes()
@@ -312,6 +324,7 @@ mod tests {
             v_head_dim: 6,
             dtype: DType::BF16,
             head_scales: false,
+            value_in_key: false,
             order,
         }
     }
@@ -358,6 +371,21 @@ mod tests {
             let heads = CacheLayout { head_scales: true, ..cache };
             assert_eq!(heads.page_bytes().unwrap(), 3 * 2 * 13);
             assert_eq!(heads.scales(Which::Value).unwrap().offset(4, 1, 2), 1);
+        }
+    }
+
+    #[test]
+    fn values_in_keys_take_no_memory_and_lie_where_keys_do() {
+        for dtype in [DType::BF16, DType::I8] {
+            let plain = CacheLayout { v_head_dim: 0, dtype, ..layout(PageOrder::Nhd) };
+            let cache = CacheLayout { v_head_dim: 6, value_in_key: true, ..plain };
+            let scales = if dtype == DType::I8 { 4 * 2 * 4 } else { 0 };
+            assert_eq!(cache.page_bytes().unwrap(), 4 * 2 * 8 * dtype.size() + scales);
+            let (key, value) = (cache.pages(Which::Key).unwrap(), cache.pages(Which::Value).unwrap());
+            assert_eq!(value, PagesLayout { head_dim: 6, ..key });
+            assert_eq!(cache.value_offset(), 0);
+            assert_eq!(cache.scale_offset(Which::Key), cache.scale_offset(Which::Value));
+            assert_eq!(cache.stored(), [Which::Key]);
         }
     }
 

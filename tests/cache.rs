@@ -20,6 +20,7 @@ fn options(num_layers: usize, num_pages: usize) -> CacheOptions {
             v_head_dim: 6,
             dtype: DType::F32,
             head_scales: false,
+            value_in_key: false,
             order: PageOrder::Hnd,
         },
         null_page: false,

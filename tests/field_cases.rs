@@ -27,6 +27,7 @@ fn options(num_pages: usize, page_size: usize, num_layers: usize) -> CacheOption
             v_head_dim: 8,
             dtype: DType::F32,
             head_scales: false,
+            value_in_key: false,
             order: PageOrder::Hnd,
         },
         null_page: false,

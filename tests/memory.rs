@@ -43,6 +43,7 @@ fn options(num_layers: usize, num_pages: usize) -> CacheOptions {
             v_head_dim: 128,
             dtype: DType::BF16,
             head_scales: false,
+            value_in_key: false,
             order: PageOrder::Hnd,
         },
         null_page: false,

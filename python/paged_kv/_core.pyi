@@ -115,6 +115,7 @@ class KvCache:
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         v_head_dim: int | None = None,
+        value_in_key: bool = False,
         page_size: int | None = None,
         page_bytes: int | None = None,
         num_pages: int | None = None,
@@ -125,7 +126,7 @@ class KvCache:
         layout: _Layout = "HND",
         window_left: int = -1,
         device: object = None,
-        storage: Iterable[Iterable[_Array]] | None = None,
+        storage: Iterable[Iterable[_Array | None]] | None = None,
         null_page: bool = False,
         num_threads: int | None = None,
         huge_pages: Literal["auto", "on", "off"] = "auto",
@@ -139,6 +140,8 @@ class KvCache:
     def head_dim(self) -> int: ...
     @property
     def v_head_dim(self) -> int: ...
+    @property
+    def value_in_key(self) -> bool: ...
     @property
     def page_size(self) -> int: ...
     @property
@@ -168,7 +171,9 @@ class KvCache:
         num_queries: int | _Integers | None = None,
         stream: None = None,
     ) -> Batch: ...
-    def write(self, layer: int, key: _Array, value: _Array, batch: Batch | BatchView) -> None: ...
+    def write(
+        self, layer: int, key: _Array, value: _Array | None, batch: Batch | BatchView
+    ) -> None: ...
     def attend(
         self,
         layer: int,
@@ -342,11 +347,12 @@ class PagePool:
 def paged_attention(
     query: _Array,
     key_pages: _Array,
-    value_pages: _Array,
+    value_pages: _Array | None,
     block_table: _Array,
     seq_lens: _Array,
     cu_seqlens_q: _Array,
     *,
+    v_head_dim: int | None = None,
     k_scale: _Scale | None = None,
     v_scale: _Scale | None = None,
     layout: _Layout = "HND",
@@ -362,9 +368,9 @@ def paged_attention(
 ) -> Any: ...
 def write_pages(
     key: _Array,
-    value: _Array,
+    value: _Array | None,
     key_pages: _Array,
-    value_pages: _Array,
+    value_pages: _Array | None,
     slot_mapping: _Array,
     *,
     k_scale: _Scale | None = None,

@@ -51,8 +51,8 @@ pub fn write_rows(
     slot_mapping: &[i64],
     threads: &ThreadPool,
 ) -> Result<()> {
-    check_write("rows", &rows, &pages, slot_mapping)?;
-    scatter(&[("rows", rows, pages)], slot_mapping, threads)
+    check_write("key", &rows, &pages, slot_mapping)?;
+    scatter(&[("key", rows, pages)], slot_mapping, threads)
 }
 
 /// Copies the first `tokens` slots of page `source` to page `destination`, every head: the copy of

@@ -156,6 +156,7 @@ impl<T: Element> Prepared<T> {
             v_head_dim: head_dim,
             dtype,
             head_scales: false,
+            value_in_key: false,
             order: PageOrder::Hnd,
         };
         let copies = if queries == 1 { (rotated / layout.layer_bytes()?).max(1) } else { 1 };

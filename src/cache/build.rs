@@ -7,7 +7,7 @@ use super::buffers::Buffers;
 use crate::attention::{ThreadPool, copy_tokens, write_rows};
 use crate::error::{Error, Result};
 use crate::ids::PageId;
-use crate::layout::{CacheLayout, Which};
+use crate::layout::CacheLayout;
 use crate::pool::PagePool;
 use crate::storage::{KvStorage, RegionOptions, RowsView};
 use crate::table::{CopyPages, PageCopy, Tables};
@@ -61,6 +61,10 @@ impl CacheOptions {
             positive("num_kv_heads", l.num_kv_heads)?;
             positive("head_dim", l.head_dim)?;
             positive("v_head_dim", l.v_head_dim)?;
+        }
+        if l.value_in_key && l.v_head_dim > l.head_dim {
+            let (key, value) = (l.head_dim, l.v_head_dim);
+            return Err(Error::Layout(format!("keys of {key} elements hold no values of {value}")));
         }
         if l.head_scales && !l.dtype.is_quantised() {
             return Err(Error::Layout(format!("{} has no scales: leave k_scale and v_scale out", l.dtype)));
@@ -120,7 +124,7 @@ impl KvCache {
     fn clear_null_page(&self) -> Result<()> {
         let slots: Vec<i64> = (0..self.layout.page_size as i64).collect();
         for layer in 0..self.layout.num_layers {
-            for which in [Which::Key, Which::Value] {
+            for &which in self.layout.stored() {
                 let pages = self.pages(layer, which, true)?;
                 let shape = [slots.len(), pages.layout().num_heads, pages.layout().head_dim];
                 let zeros = vec![0.0_f32; shape.iter().product()];
@@ -162,7 +166,7 @@ pub(super) fn copy_slots(
     copies: &(impl Iterator<Item = (PageId, PageId, usize)> + Clone),
 ) -> Result<()> {
     for layer in 0..storage.layout().num_layers {
-        for which in [Which::Key, Which::Value] {
+        for &which in storage.layout().stored() {
             let pages = storage.pages(layer, which, true)?;
             for (source, destination, tokens) in copies.clone() {
                 copy_tokens(pages, source, destination, tokens)?;

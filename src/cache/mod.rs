@@ -121,10 +121,25 @@ impl KvCache {
     }
 
     /// Writes the new tokens' keys and values of one layer into their slots, converted to the
-    /// cache's dtype. `key`: `[tokens, num_kv_heads, head_dim]`, `value` likewise with `v_head_dim`.
-    pub fn write(&self, layer: usize, key: RowsView, value: RowsView, step: Step<'_>) -> Result<()> {
+    /// cache's dtype. `key`: `[tokens, num_kv_heads, head_dim]`, `value` likewise with `v_head_dim`, or
+    /// `None` where values are part of the keys.
+    pub fn write<'a>(
+        &self,
+        layer: usize,
+        key: RowsView<'a>,
+        value: impl Into<Option<RowsView<'a>>>,
+        step: Step<'_>,
+    ) -> Result<()> {
         let (keys, values) = self.layer(layer, true)?;
-        let write = |slots: &[i64]| attention::write_pages(key, value, keys, values, slots, &self.threads);
+        let value = value.into();
+        if value.is_some() == self.layout.value_in_key {
+            let message = if value.is_some() { "part of the keys: value must be None" } else { "needed" };
+            return Err(Error::Layout(format!("values are {message}")));
+        }
+        let write = |slots: &[i64]| match value {
+            Some(value) => attention::write_pages(key, value, keys, values, slots, &self.threads),
+            None => attention::write_rows(key, keys, slots, &self.threads),
+        };
         match step {
             Step::Batch(batch) => {
                 self.check_own(batch.tables(), "batch")?;
@@ -143,7 +158,8 @@ impl KvCache {
     }
 
     /// Attention of a batch's queries in one layer. `query`: `[queries, num_heads, head_dim]`,
-    /// `out`: `[queries, num_heads, v_head_dim]`, `lse`: `[queries * num_heads]`.
+    /// `out`: `[queries, num_heads, v_head_dim]`, `lse`: `[queries * num_heads]`. Where values are
+    /// part of the keys, `options.scale` must be given: the model's is not `1 / sqrt(head_dim)`.
     pub fn attend(
         &self,
         layer: usize,
@@ -154,6 +170,7 @@ impl KvCache {
         lse: Option<&mut [f32]>,
     ) -> Result<()> {
         let (keys, values) = self.layer(layer, false)?;
+        self.check_scale(options)?;
         let run = |tables: &BatchTables| {
             attention::paged_attention(query, keys, values, tables, options, out, lse, &self.threads)
         };
@@ -300,8 +317,9 @@ impl KvCache {
         let mut left = max_bytes;
         for layer in 0..self.layout.num_layers {
             let (keys, values) = self.layer(layer, false)?;
+            let halves = &[keys, values][..self.layout.stored().len()];
             for &page in table.iter().take(pages) {
-                for half in [keys, values] {
+                for half in halves {
                     let start = half.slot(page as usize, 0, 0);
                     let bytes = half.layout().page_bytes().min(left / LINE * LINE);
                     (0..bytes).step_by(LINE).for_each(|at| prefetch_address(start.wrapping_add(at)));
@@ -313,6 +331,13 @@ impl KvCache {
             }
         }
         Ok(max_bytes - left)
+    }
+
+    fn check_scale(&self, options: &AttentionOptions) -> Result<()> {
+        if self.layout.value_in_key && options.scale.is_none() {
+            return Err(Error::Value("scale must be given where values are part of the keys".to_owned()));
+        }
+        Ok(())
     }
 
     /// Page numbers mean something in their own cache only.

@@ -62,6 +62,11 @@ impl Call<'_> {
     pub(crate) fn group(&self) -> usize {
         self.query.shape()[1] / self.key_pages.layout().num_heads
     }
+
+    /// Whether values lie in the keys, and come with them.
+    fn value_in_key(&self) -> bool {
+        self.value_pages.base() == self.key_pages.base()
+    }
 }
 
 /// Neighbouring queries of one sequence, in some of its heads.
@@ -324,6 +329,7 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
         };
         let Some(ready) = &mut self.ready else {
             let (next_keys, next_values) = next.unzip();
+            let next_values = next_values.filter(|_| !call.value_in_key());
             let next_keys = next_keys.map(|tokens| Next { tokens, part: 0, parts: 1 });
             let keys = Keys::Stored(keys, next_keys);
             // SAFETY: offsets name slots of the pools, checked in `locate`, of dims that are whole
@@ -331,7 +337,8 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
             return unsafe { rows_of_head.attend(keys, values, next_values, None::<&Later<T>>) };
         };
         let (key_dim, value_dim) = (call.key_pages.layout().head_dim, call.value_pages.layout().head_dim);
-        let later = next.map(|(keys, values)| Later { keys, values, key_dim, value_dim });
+        let asked = if call.value_in_key() { 0 } else { value_dim };
+        let later = next.map(|(keys, values)| Later { keys, values, key_dim, value_dim: asked });
         // SAFETY: offsets name slots of the pools, checked in `locate`, of these dims; buffers hold a
         // tile of whole vectors, and what is packed without one has whole vectors itself.
         unsafe {

@@ -24,7 +24,7 @@ use std::ops::Range;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
-pub(super) use adopt::{LayerArrays, adopt};
+pub(super) use adopt::{LayerArrays, PlaneArrays, adopt};
 pub(super) use dlpack::export as export_capsule;
 pub(super) use fill::{Fill, Values};
 pub(super) use integers::{Integer, integers, named};

@@ -4,7 +4,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
-use super::array::{self, Array, LayerArrays};
+use super::array::{self, Array, LayerArrays, PlaneArrays};
 use super::convert::{self, Number};
 use crate::cache::{CacheOptions, KvCache};
 use crate::dtype::DType;
@@ -24,6 +24,7 @@ pub(super) struct Sizes<'a, 'py> {
     pub(super) memory: Option<&'a Bound<'py, PyAny>>,
     pub(super) dtype: Option<&'a Bound<'py, PyAny>>,
     pub(super) order: PageOrder,
+    pub(super) value_in_key: bool,
     pub(super) null_page: bool,
     /// `k_scale` and `v_scale`.
     pub(super) head_scales: [Option<&'a Bound<'py, PyAny>>; 2],
@@ -65,7 +66,7 @@ pub(super) fn cache(
     let (layout, arrays) = match storage {
         None => (layout(sizes)?, None),
         Some(storage) => {
-            let arrays = arrays(storage)?;
+            let arrays = arrays(storage, sizes.value_in_key)?;
             let physical = adopted_layout(sizes, &arrays)?;
             let num_pages = physical.num_pages.saturating_sub(kept_back);
             (CacheLayout { num_pages, ..physical }, Some(arrays))
@@ -92,6 +93,13 @@ fn head_scales(sizes: &Sizes<'_, '_>, layout: &CacheLayout) -> PyResult<Option<[
     let per_head = |name, object| array::per_head(name, object, layout.num_layers, layout.num_kv_heads);
     match sizes.head_scales {
         [None, None] => Ok(None),
+        [Some(_), Some(_)] if sizes.value_in_key => {
+            Err(PyValueError::new_err("values in keys have their scales: leave v_scale= out"))
+        }
+        [Some(key), None] if sizes.value_in_key => {
+            let scales = per_head("k_scale", key)?;
+            Ok(Some([scales.clone(), scales]))
+        }
         [Some(key), Some(value)] => Ok(Some([per_head("k_scale", key)?, per_head("v_scale", value)?])),
         _ => Err(PyValueError::new_err("give both k_scale= and v_scale=, or neither")),
     }
@@ -105,6 +113,9 @@ fn layout(sizes: &Sizes<'_, '_>) -> PyResult<CacheLayout> {
         None => Err(PyValueError::new_err(format!("{name} is needed, unless num_layers is 0"))),
     };
     let head_dim = needed("head_dim", sizes.head_dim)?;
+    if sizes.value_in_key && sizes.v_head_dim.is_none() {
+        return Err(v_head_dim_missing());
+    }
     let layout = CacheLayout {
         num_layers: sizes.num_layers,
         num_pages: 1,
@@ -114,6 +125,7 @@ fn layout(sizes: &Sizes<'_, '_>) -> PyResult<CacheLayout> {
         v_head_dim: sizes.v_head_dim.unwrap_or(head_dim),
         dtype: sizes.dtype.map_or(Ok(DType::BF16), convert::named)?,
         head_scales: sizes.head_scales[0].is_some(),
+        value_in_key: sizes.value_in_key,
         order: sizes.order,
     };
     let layout = CacheLayout { page_size: page_size(sizes, &layout)?, ..layout };
@@ -132,6 +144,10 @@ fn layout(sizes: &Sizes<'_, '_>) -> PyResult<CacheLayout> {
         _ => return Err(PyValueError::new_err("give either num_pages= or memory=")),
     };
     Ok(CacheLayout { num_pages, ..layout })
+}
+
+fn v_head_dim_missing() -> PyErr {
+    PyValueError::new_err("value_in_key= needs v_head_dim=: how much of a key is its value")
 }
 
 /// Tokens of a page: given, or what fits into `page_bytes` of keys and values of one layer.
@@ -160,16 +176,17 @@ fn bytes(memory: &Bound<'_, PyAny>) -> PyResult<u64> {
     }
 }
 
-/// `[(key_pages, value_pages), ...]`, with `key_scales` and `value_scales` behind them or not.
-fn arrays<'py>(storage: &Bound<'py, PyAny>) -> PyResult<Vec<LayerArrays<'py>>> {
+/// `[(key_pages, value_pages), ...]`, with `key_scales` and `value_scales` behind them or not; None
+/// where values are part of the keys.
+fn arrays<'py>(storage: &Bound<'py, PyAny>, value_in_key: bool) -> PyResult<Vec<LayerArrays<'py>>> {
     let mut arrays = Vec::new();
     for (layer, given) in storage.try_iter()?.enumerate() {
         // Tuples, lists, an array with keys and values along its first axis; of anything longer no
         // more is looked at than shows that it is.
         let given = given?.try_iter()?.take(5).collect::<PyResult<Vec<_>>>()?;
-        let (key, value, scales) = match &given[..] {
-            [key, value] => (key, value, None),
-            [key, value, key_scales, value_scales] => (key, value, Some((key_scales, value_scales))),
+        let ([key, value], scales) = match &given[..] {
+            [key, value] => ([key, value], None),
+            [key, value, key_scales, value_scales] => ([key, value], Some([key_scales, value_scales])),
             _ => {
                 let message = format!(
                     "layer {layer} in storage is neither (key_pages, value_pages) nor these with \
@@ -178,15 +195,24 @@ fn arrays<'py>(storage: &Bound<'py, PyAny>) -> PyResult<Vec<LayerArrays<'py>>> {
                 return Err(Error::Layout(message).into());
             }
         };
-        let pages = [Array::new("key_pages in storage", key)?, Array::new("value_pages in storage", value)?];
-        let scales = match scales {
-            Some((key, value)) => Some([
-                Array::new("key_scales in storage", key)?,
-                Array::new("value_scales in storage", value)?,
-            ]),
-            None => None,
+        let [key_scales, value_scales] = scales.map_or([None; 2], |scales| scales.map(Some));
+        let key = PlaneArrays {
+            pages: Array::new("key_pages in storage", key)?,
+            scales: Array::optional("key_scales in storage", key_scales)?,
         };
-        arrays.push(LayerArrays { pages, scales });
+        let value = if value_in_key {
+            if !(value.is_none() && value_scales.is_none_or(PyAnyMethods::is_none)) {
+                let message = format!("layer {layer} in storage: values in keys are given as None");
+                return Err(Error::Layout(message).into());
+            }
+            None
+        } else {
+            Some(PlaneArrays {
+                pages: Array::new("value_pages in storage", value)?,
+                scales: Array::optional("value_scales in storage", value_scales)?,
+            })
+        };
+        arrays.push(LayerArrays { key, value });
     }
     Ok(arrays)
 }
@@ -198,10 +224,15 @@ fn adopted_layout(sizes: &Sizes<'_, '_>, arrays: &[LayerArrays<'_>]) -> PyResult
             "storage= brings its own sizes: leave memory= and page_bytes= out",
         ));
     }
-    let Some(LayerArrays { pages: [key, value], .. }) = arrays.first() else {
+    let Some(LayerArrays { key, value }) = arrays.first() else {
         return Err(PyValueError::new_err("storage= must hold one (key_pages, value_pages) per layer"));
     };
-    let (k, v) = (*key.pages(sizes.order, false)?.layout(), *value.pages(sizes.order, false)?.layout());
+    let k = *key.pages.pages(sizes.order, false)?.layout();
+    let v = match (value, sizes.v_head_dim) {
+        (Some(value), _) => value.pages.pages(sizes.order, false)?.layout().head_dim,
+        (None, Some(v_head_dim)) => v_head_dim,
+        (None, None) => return Err(v_head_dim_missing()),
+    };
     let kept_back = usize::from(sizes.null_page);
     Ok(CacheLayout {
         num_layers: sizes.num_layers,
@@ -209,9 +240,10 @@ fn adopted_layout(sizes: &Sizes<'_, '_>, arrays: &[LayerArrays<'_>]) -> PyResult
         page_size: sizes.page_size.unwrap_or(k.page_size),
         num_kv_heads: sizes.num_kv_heads.unwrap_or(k.num_heads),
         head_dim: sizes.head_dim.unwrap_or(k.head_dim),
-        v_head_dim: sizes.v_head_dim.or(sizes.head_dim).unwrap_or(v.head_dim),
+        v_head_dim: sizes.v_head_dim.or(sizes.head_dim).unwrap_or(v),
         dtype: sizes.dtype.map_or(Ok(k.dtype), convert::named)?,
         head_scales: sizes.head_scales[0].is_some(),
+        value_in_key: sizes.value_in_key,
         order: sizes.order,
     })
 }

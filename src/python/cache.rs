@@ -32,6 +32,10 @@ use crate::storage::RegionOptions;
 ///     Shape of a token's keys in one layer. Needed unless `num_layers` is 0 or `storage` is given.
 /// v_head_dim : int, optional
 ///     Elements of a value of one head; `head_dim` if None.
+/// value_in_key : bool
+///     Whether values are the first `v_head_dim` elements of each key, as in the latent cache of MLA
+///     (one KV head of 512 + 64 elements, of which 512 are the value): they are not stored twice.
+///     :meth:`write` takes None as value then, and :meth:`attend` needs a `scale`.
 /// page_size : int, optional
 ///     Tokens of a page; 16 if None.
 /// page_bytes : int, optional
@@ -63,7 +67,7 @@ use crate::storage::RegionOptions;
 ///     are theirs. Nobody else may write pages that the cache has handed out. Quantised ones (int8,
 ///     or uint8 as the bits of float8_e4m3fn) without `k_scale` and `v_scale` bring their scales:
 ///     ``(key_pages, value_pages, key_scales, value_scales)``, float32, axes as of pages without
-///     the last.
+///     the last. What belongs to values in keys is None.
 /// null_page : bool
 ///     Keeps page 0 back, outside `num_pages`: zeros, which padding may refer to.
 /// num_threads : int, optional
@@ -111,6 +115,9 @@ pub(crate) struct KvCache {
     /// Elements of a value of one head.
     #[pyo3(get)]
     v_head_dim: usize,
+    /// Whether values are the first elements of keys.
+    #[pyo3(get)]
+    value_in_key: bool,
     /// Tokens of a page.
     #[pyo3(get)]
     page_size: usize,
@@ -145,6 +152,7 @@ impl KvCache {
             num_kv_heads: layout.num_kv_heads,
             head_dim: layout.head_dim,
             v_head_dim: layout.v_head_dim,
+            value_in_key: layout.value_in_key,
             page_size: layout.page_size,
             num_pages: cache.pool().num_pages(),
             dtype: layout.dtype.name(),
@@ -162,11 +170,11 @@ impl KvCache {
 #[pymethods]
 impl KvCache {
     #[new]
-    #[pyo3(signature = (*, num_layers, num_kv_heads=None, head_dim=None, v_head_dim=None, page_size=None,
-        page_bytes=None, num_pages=None, memory=None, dtype=None, k_scale=None, v_scale=None, layout="HND", window_left=Number(-1), device=None,
+    #[pyo3(signature = (*, num_layers, num_kv_heads=None, head_dim=None, v_head_dim=None, value_in_key=false,
+        page_size=None,         page_bytes=None, num_pages=None, memory=None, dtype=None, k_scale=None, v_scale=None, layout="HND", window_left=Number(-1), device=None,
         storage=None, null_page=false, num_threads=None, huge_pages="auto", overcommit=false),
-        text_signature = "(*, num_layers, num_kv_heads=None, head_dim=None, v_head_dim=None, page_size=None, \
-        page_bytes=None, num_pages=None, memory=None, dtype=None, k_scale=None, v_scale=None, layout='HND', \
+        text_signature = "(*, num_layers, num_kv_heads=None, head_dim=None, v_head_dim=None, value_in_key=False, \
+        page_size=None,         page_bytes=None, num_pages=None, memory=None, dtype=None, k_scale=None, v_scale=None, layout='HND', \
         window_left=-1, device=None, \
         storage=None, null_page=False, num_threads=None, huge_pages='auto', overcommit=False)")]
     fn build(
@@ -175,6 +183,7 @@ impl KvCache {
         num_kv_heads: Option<Number<usize>>,
         head_dim: Option<Number<usize>>,
         v_head_dim: Option<Number<usize>>,
+        value_in_key: bool,
         page_size: Option<Number<usize>>,
         page_bytes: Option<Number<usize>>,
         num_pages: Option<Number<usize>>,
@@ -198,6 +207,7 @@ impl KvCache {
             num_kv_heads: given(num_kv_heads),
             head_dim: given(head_dim),
             v_head_dim: given(v_head_dim),
+            value_in_key,
             page_size: given(page_size),
             page_bytes: given(page_bytes),
             num_pages: given(num_pages),
@@ -330,7 +340,7 @@ impl KvCache {
     ///     ``[tokens, num_kv_heads, head_dim]``: numpy or DLPack in host memory, float32, float16 or
     ///     bfloat16 (or its bits as uint16), last axis contiguous; converted to the cache's dtype.
     /// value : array
-    ///     ``[tokens, num_kv_heads, v_head_dim]``.
+    ///     ``[tokens, num_kv_heads, v_head_dim]``; None with `value_in_key`.
     /// batch : Batch or BatchView
     ///     Says where the tokens lie.
     ///
@@ -341,15 +351,16 @@ impl KvCache {
     /// ValueError
     ///     For a layer that is not there, a batch that has ended, or NaN and infinity where the
     ///     cache's dtype is quantised. Nothing is written then.
+    #[pyo3(signature = (layer, key, value, batch))]
     fn write(
         &self,
         py: Python<'_>,
         layer: Number<usize>,
         key: &Bound<'_, PyAny>,
-        value: &Bound<'_, PyAny>,
+        value: Option<&Bound<'_, PyAny>>,
         batch: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        step::write(py, &self.cache, layer.0, [key, value], batch)
+        step::write(py, &self.cache, layer.0, key, value, batch)
     }
 
     /// Attention of a batch's queries over the keys and values of one layer.

@@ -3,6 +3,7 @@
 #![expect(clippy::doc_markdown, reason = "docstrings are numpydoc, where names of arguments stand bare")]
 
 use numpy::PyArray1;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use super::array::{Array, Output, Scale, reserve};
@@ -31,7 +32,8 @@ use crate::storage::PagesView;
 ///     ``[num_pages, num_kv_heads, page_size, head_dim]`` for ``layout="HND"``,
 ///     ``[num_pages, page_size, num_kv_heads, head_dim]`` for ``"NHD"``, one dtype for both: that of
 ///     a query, int8, or float8_e4m3fn (also as uint8; codes of NaN are not looked for and count as
-///     480). ``num_kv_heads`` divides ``num_heads``; values may have another head_dim.
+///     480). ``num_kv_heads`` divides ``num_heads``; values may have another head_dim. With
+///     `v_head_dim` given, `value_pages` is None.
 /// block_table : array of int
 ///     ``[B, max_pages]``: the page of each ``page_size`` tokens of each sequence; entries that no
 ///     query needs are not looked at.
@@ -39,6 +41,9 @@ use crate::storage::PagesView;
 ///     ``[B]``: keys of each sequence, the new tokens included.
 /// cu_seqlens_q : array of int
 ///     ``[B + 1]``: sequence ``b`` has the query rows ``cu_seqlens_q[b]:cu_seqlens_q[b + 1]``.
+/// v_head_dim : int, optional
+///     Values are the first so many elements of each key, as in the latent cache of MLA; their scales
+///     are the keys'. `scale` must be given then.
 /// k_scale, v_scale : float or array of float, optional
 ///     What elements of int8 and float8_e4m3fn are multiplied by, needed for these: float32
 ///     ``[num_pages, num_kv_heads, page_size]`` (``"NHD"``: the last two swapped) as
@@ -90,19 +95,20 @@ use crate::storage::PagesView;
 /// Gimelshein, "Online normalizer calculation for softmax" (2018). The call runs without the GIL:
 /// don't change the arrays meanwhile.
 #[pyfunction]
-#[pyo3(signature = (query, key_pages, value_pages, block_table, seq_lens, cu_seqlens_q, *, k_scale=None,
-    v_scale=None, layout="HND", scale=None, causal=true, window_left=Number(-1), logits_soft_cap=0.0, alibi_slopes=None, sinks=None,
+#[pyo3(signature = (query, key_pages, value_pages, block_table, seq_lens, cu_seqlens_q, *,
+    v_head_dim=None, k_scale=None, v_scale=None, layout="HND", scale=None, causal=true, window_left=Number(-1), logits_soft_cap=0.0, alibi_slopes=None, sinks=None,
     return_lse=false, out=None, num_threads=None), text_signature = "(query, key_pages, value_pages, \
-    block_table, seq_lens, cu_seqlens_q, *, k_scale=None, v_scale=None, layout='HND', scale=None, \
-    causal=True, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None, return_lse=False, out=None, num_threads=None)")]
+    block_table, seq_lens, cu_seqlens_q, *, v_head_dim=None, k_scale=None, v_scale=None, layout='HND', \
+    scale=None, causal=True, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None, return_lse=False, out=None, num_threads=None)")]
 pub(super) fn paged_attention<'py>(
     py: Python<'py>,
     query: &Bound<'py, PyAny>,
     key_pages: &Bound<'py, PyAny>,
-    value_pages: &Bound<'py, PyAny>,
+    value_pages: Option<&Bound<'py, PyAny>>,
     block_table: &Bound<'py, PyAny>,
     seq_lens: &Bound<'py, PyAny>,
     cu_seqlens_q: &Bound<'py, PyAny>,
+    v_head_dim: Option<Number<usize>>,
     k_scale: Option<&Bound<'py, PyAny>>,
     v_scale: Option<&Bound<'py, PyAny>>,
     layout: &str,
@@ -119,7 +125,7 @@ pub(super) fn paged_attention<'py>(
     let order: PageOrder = layout.parse()?;
     let query = Array::new("query", query)?;
     let key_pages = Array::new("key_pages", key_pages)?;
-    let value_pages = Array::new("value_pages", value_pages)?;
+    let value_pages = Array::optional("value_pages", value_pages)?;
     let table = Array::new("block_table", block_table)?;
     let &[_, max_pages] = table.shape() else {
         return Err(table.refuse("must have the 2 axes [B, max_pages]").into());
@@ -143,10 +149,19 @@ pub(super) fn paged_attention<'py>(
 
     let rows = query.rows()?;
     let scales = Scaling::new(k_scale, v_scale, key_pages.kv_heads(order))?;
-    let (k, v) = scales.pages(&key_pages, &value_pages, order, false)?;
+    let (k, v) = scales.pages(&key_pages, value_pages.as_ref(), order, false)?;
+    let v = match (v, given(v_head_dim)) {
+        (Some(v), None) => v,
+        (None, Some(v_head_dim)) if scale.is_some() => k.first_elements(v_head_dim)?,
+        (None, Some(_)) => {
+            return Err(PyValueError::new_err("scale must be given where values are part of the keys"));
+        }
+        _ => return Err(PyValueError::new_err("give either value_pages or v_head_dim=")),
+    };
     let [tokens, num_heads, _] = rows.shape();
     let shape = [tokens, num_heads, v.layout().head_dim];
-    let inputs: Vec<_> = [&query, &key_pages, &value_pages].into_iter().chain(scales.arrays()).collect();
+    let pages = [&query, &key_pages].into_iter().chain(&value_pages);
+    let inputs: Vec<_> = pages.chain(scales.arrays()).collect();
     let mut out = Output::rows(&query, shape, out, &inputs)?;
     let mut lse = lse_buffer(return_lse, tokens, num_heads)?;
     let pool = threads::shared(given(num_threads))?;
@@ -179,13 +194,16 @@ impl<'py> Scaling<'py> {
     fn pages<'a>(
         &'a self,
         key_pages: &'a Array<'_>,
-        value_pages: &'a Array<'_>,
+        value_pages: Option<&'a Array<'_>>,
         order: PageOrder,
         write: bool,
-    ) -> Result<(PagesView<'a>, PagesView<'a>), Error> {
+    ) -> Result<(PagesView<'a>, Option<PagesView<'a>>), Error> {
         let [key, value] = &self.0;
-        let key = key_pages.scaled_pages(key.as_ref(), order, write)?;
-        Ok((key, value_pages.scaled_pages(value.as_ref(), order, write)?))
+        if value_pages.is_none() && value.is_some() {
+            return Err(Error::Layout("values in keys have their scales: leave v_scale out".to_owned()));
+        }
+        let values = value_pages.map(|pages| pages.scaled_pages(value.as_ref(), order, write));
+        Ok((key_pages.scaled_pages(key.as_ref(), order, write)?, values.transpose()?))
     }
 }
 
@@ -206,8 +224,8 @@ pub(super) fn lse_buffer(wanted: bool, tokens: usize, num_heads: usize) -> PyRes
 /// ----------
 /// key : array
 ///     ``[tokens, num_kv_heads, head_dim]``; numpy or DLPack in host memory, last axis contiguous.
-/// value : array
-///     ``[tokens, num_kv_heads, v_head_dim]``.
+/// value : array, optional
+///     ``[tokens, num_kv_heads, v_head_dim]``; None, as `value_pages`, where values are part of keys.
 /// key_pages, value_pages : array
 ///     As in :func:`paged_attention`; modified.
 /// slot_mapping : array of int
@@ -235,29 +253,36 @@ pub(super) fn lse_buffer(wanted: bool, tokens: usize, num_heads: usize) -> PyRes
 pub(super) fn write_pages(
     py: Python<'_>,
     key: &Bound<'_, PyAny>,
-    value: &Bound<'_, PyAny>,
+    value: Option<&Bound<'_, PyAny>>,
     key_pages: &Bound<'_, PyAny>,
-    value_pages: &Bound<'_, PyAny>,
+    value_pages: Option<&Bound<'_, PyAny>>,
     slot_mapping: &Bound<'_, PyAny>,
     k_scale: Option<&Bound<'_, PyAny>>,
     v_scale: Option<&Bound<'_, PyAny>>,
     layout: &str,
 ) -> PyResult<()> {
     let order: PageOrder = layout.parse()?;
-    let (key, value) = (Array::new("key", key)?, Array::new("value", value)?);
+    let (key, value) = (Array::new("key", key)?, Array::optional("value", value)?);
     let key_pages = Array::new("key_pages", key_pages)?;
-    let value_pages = Array::new("value_pages", value_pages)?;
+    let value_pages = Array::optional("value_pages", value_pages)?;
     let slots = Array::new("slot_mapping", slot_mapping)?.integer_vector()?;
-    key_pages.check_apart(&[&key, &value])?;
-    value_pages.check_apart(&[&key, &value])?;
+    let rows: Vec<_> = [&key].into_iter().chain(&value).collect();
+    for pages in [&key_pages].into_iter().chain(&value_pages) {
+        pages.check_apart(&rows)?;
+    }
     let scales = Scaling::new(k_scale, v_scale, key_pages.kv_heads(order))?;
     for scale in scales.arrays() {
-        scale.check_apart(&[&key, &value])?;
+        scale.check_apart(&rows)?;
     }
-    let (k, v) = (key.rows()?, value.rows()?);
-    let (key_pages, value_pages) = scales.pages(&key_pages, &value_pages, order, true)?;
+    let (k, v) = (key.rows()?, value.as_ref().map(Array::rows).transpose()?);
     let pool = threads::shared(None)?;
-    py.detach(|| attention::write_pages(k, v, key_pages, value_pages, &slots, &pool))?;
+    match (v, scales.pages(&key_pages, value_pages.as_ref(), order, true)?) {
+        (Some(v), (key_pages, Some(value_pages))) => {
+            py.detach(|| attention::write_pages(k, v, key_pages, value_pages, &slots, &pool))?;
+        }
+        (None, (key_pages, None)) => py.detach(|| attention::write_rows(k, key_pages, &slots, &pool))?,
+        _ => return Err(PyValueError::new_err("value and value_pages must both be given, or be None")),
+    }
     Ok(())
 }
 
@@ -339,7 +364,7 @@ pub(super) fn alibi_slopes(py: Python<'_>, num_heads: Number<u16>) -> Bound<'_, 
 /// num_layers, num_kv_heads, head_dim : int
 ///     The model's shape.
 /// v_head_dim : int, optional
-///     Elements of a value; `head_dim` if None.
+///     Elements of a value; `head_dim` if None, 0 where values are part of the keys.
 /// dtype : str or dtype
 ///     ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"float8_e4m3fn"``; of the last
 ///     two, 8 bytes of scales per layer and KV head are counted.

@@ -78,22 +78,23 @@ pub(super) struct StepOptions<'a, 'py> {
     pub(super) out: Option<&'a Bound<'py, PyAny>>,
 }
 
-/// `rows`: key and value.
 pub(super) fn write(
     py: Python<'_>,
     cache: &KvCache,
     layer: usize,
-    rows: [&Bound<'_, PyAny>; 2],
+    key: &Bound<'_, PyAny>,
+    value: Option<&Bound<'_, PyAny>>,
     batch: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
     let batch = BatchArgument::try_from(batch)?;
-    let (key, value) = (Array::new("key", rows[0])?, Array::new("value", rows[1])?);
+    let (key, value) = (Array::new("key", key)?, Array::optional("value", value)?);
     for which in [Which::Key, Which::Value] {
         let pages = cache.pages(layer, which, false)?;
         key.check_outside(&pages)?;
-        value.check_outside(&pages)?;
+        value.as_ref().map_or(Ok(()), |value| value.check_outside(&pages))?;
     }
-    let (key, value, step) = (key.rows()?, value.rows()?, batch.step());
+    let value = value.as_ref().map(Array::rows).transpose()?;
+    let (key, step) = (key.rows()?, batch.step());
     Ok(py.detach(|| cache.write(layer, key, value, step))?)
 }
 

@@ -116,6 +116,12 @@ impl KvStorage {
             for (which, plane) in [Which::Key, Which::Value].into_iter().zip(planes) {
                 let wrong = |what: String| Error::Layout(format!("layer {layer}, {which:?}: {what}"));
                 check_shape(&plane.layout, &layout.pages(which)?).map_err(wrong)?;
+                if layout.value_in_key && which == Which::Value {
+                    if plane.base != planes[0].base {
+                        return Err(wrong("values must be part of the keys".to_owned()));
+                    }
+                    continue;
+                }
                 check_memory(plane.base, &plane.layout).map_err(wrong)?;
                 if plane.layout.span()? > 0 && !bases.insert(plane.base) {
                     return Err(wrong(format!("the array at {:p} was given before", plane.base)));
@@ -137,7 +143,7 @@ impl KvStorage {
         self.bytes
     }
 
-    /// The keys or values of one layer.
+    /// The keys or values of one layer; values that are part of keys are read-only.
     ///
     /// # Errors
     /// [`Error::Value`] if there is no such layer.
@@ -147,6 +153,8 @@ impl KvStorage {
             return Err(Error::Value(format!("layer {layer} is not below {} layers", self.layers.len())));
         };
         let plane = &planes[which as usize];
+        // Values that are part of keys are written with them.
+        let writable = writable && self.layout.stored().contains(&which);
         // SAFETY: `map` lays every layer inside its region and `adopt`'s caller vouches for its
         // arrays; `owner` lives as long as the borrow of `self`. That no slot is written while
         // another thread uses it is promised by those who go through the view: they hold leases.

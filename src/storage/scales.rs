@@ -30,6 +30,10 @@ impl KvStorage {
             }
             check_positive(name, scales)?;
         }
+        if layout.value_in_key && key.iter().zip(value).any(|(key, value)| key.to_bits() != value.to_bits()) {
+            let message = "values are part of the keys and share their scales: v_scale must be k_scale";
+            return Err(Error::Layout(message.to_owned()));
+        }
         let mut scales = [key, value].concat();
         // The planes name the vector's memory, which stays where it is when the vector moves.
         let first = scales.as_mut_ptr();

@@ -14,6 +14,7 @@ fn layout(num_layers: usize) -> CacheLayout {
         v_head_dim: 6,
         dtype: DType::BF16,
         head_scales: false,
+        value_in_key: false,
         order: PageOrder::Hnd,
     }
 }

@@ -211,6 +211,18 @@ impl<'a> PagesView<'a> {
         self.scale_pages().filter(|_| self.scales.is_some_and(|scales| !scales.per_head))
     }
 
+    /// The first elements of every row, read-only: the values of keys that hold them.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] where rows are shorter.
+    pub fn first_elements(self, head_dim: usize) -> Result<Self> {
+        if head_dim > self.layout.head_dim {
+            let found = self.layout.head_dim;
+            return Err(Error::Layout(format!("keys of {found} elements hold no values of {head_dim}")));
+        }
+        Ok(Self { layout: PagesLayout { head_dim, ..self.layout }, writable: false, ..self })
+    }
+
     /// Shape and strides.
     #[inline]
     pub fn layout(&self) -> &PagesLayout {

@@ -53,6 +53,7 @@ impl Arguments<'_> {
             v_head_dim: 12,
             dtype: DType::F16,
             head_scales: false,
+            value_in_key: false,
             order: PageOrder::Hnd,
         });
         let (key_pages, value_pages) = pages.views();
@@ -185,6 +186,7 @@ fn rows_of_no_sequence_and_sequences_of_no_token_see_no_key() {
             v_head_dim: 12,
             dtype: DType::F16,
             head_scales: false,
+            value_in_key: false,
             order: PageOrder::Hnd,
         });
         let (key_pages, value_pages) = pages.views();

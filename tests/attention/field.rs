@@ -150,6 +150,27 @@ fn field_c65_values_may_be_narrower_or_wider_than_keys() {
     }
 }
 
+/// The latent of MLA: one KV head of 512 elements and 64 of position, of which the value is the first 512.
+#[test]
+fn values_may_be_the_first_elements_of_keys() {
+    for kv_dtype in DType::ALL {
+        let mla = Case {
+            kv_dtype,
+            num_kv_heads: 1,
+            head_dim: 576,
+            v_head_dim: 512,
+            value_in_key: true,
+            scale: Some(0.07),
+            ..Case::default()
+        };
+        Case { group: 16, sequences: vec![(150, 1), (70, 3), (80, 20)], ..mla.clone() }.check();
+        Case { group: 128, sequences: vec![(70, 1)], order: PageOrder::Nhd, page_size: 7, ..mla }.check();
+        // Not whole vectors, several heads.
+        let odd = Case { kv_dtype, head_dim: 21, v_head_dim: 13, value_in_key: true, ..Case::default() };
+        Case { sequences: vec![(90, 2), (40, 40)], ..odd }.check();
+    }
+}
+
 #[test]
 fn field_c67_any_page_size() {
     for page_size in [1, 2, 3, 8, 16, 64, 100, 128, 4096] {

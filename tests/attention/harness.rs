@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use paged_kv::attention::{
-    AttentionOptions, BatchTables, ThreadPool, paged_attention, reference, write_pages,
+    AttentionOptions, BatchTables, ThreadPool, paged_attention, reference, write_pages, write_rows,
 };
 use paged_kv::dtype::DType;
 use paged_kv::kernels::Isa;
@@ -33,6 +33,8 @@ pub(crate) struct Case {
     pub(crate) order: PageOrder,
     /// Of quantised dtypes: one scale per head.
     pub(crate) head_scales: bool,
+    /// Values are the first elements of keys.
+    pub(crate) value_in_key: bool,
     /// Length and queries of each sequence.
     pub(crate) sequences: Vec<(usize, usize)>,
     pub(crate) scale: Option<f32>,
@@ -60,6 +62,7 @@ impl Default for Case {
             page_size: 16,
             order: PageOrder::Hnd,
             head_scales: false,
+            value_in_key: false,
             sequences: vec![(100, 1)],
             scale: None,
             causal: true,
@@ -118,11 +121,19 @@ impl Case {
         let mut make = |n: usize, factor: f32, dtype: DType| -> Vec<f32> {
             rng.floats(n).into_iter().map(|x| rounded(x * factor, dtype)).collect()
         };
-        Contents {
-            query: make(queries * self.num_heads() * self.head_dim, self.magnitude, self.query_dtype),
-            key: self.stored(0, &make(len * self.num_kv_heads * self.head_dim, 1.0, self.kv_dtype)),
-            value: self.stored(1, &make(len * self.num_kv_heads * self.v_head_dim, 1.0, self.kv_dtype)),
-        }
+        let query = make(queries * self.num_heads() * self.head_dim, self.magnitude, self.query_dtype);
+        let key = self.stored(0, &make(len * self.num_kv_heads * self.head_dim, 1.0, self.kv_dtype));
+        let value = if self.value_in_key {
+            self.values_of(&key)
+        } else {
+            self.stored(1, &make(len * self.num_kv_heads * self.v_head_dim, 1.0, self.kv_dtype))
+        };
+        Contents { query, key, value }
+    }
+
+    /// The first elements of keys.
+    pub(crate) fn values_of(&self, key: &[f32]) -> Vec<f32> {
+        key.chunks_exact(self.head_dim).flat_map(|row| row[..self.v_head_dim].to_vec()).collect()
     }
 
     /// What pages make of keys (0) or values (1).
@@ -218,6 +229,7 @@ impl Case {
             v_head_dim,
             dtype: self.kv_dtype,
             head_scales: self.head_scales,
+            value_in_key: self.value_in_key,
             order: self.order,
         };
         let mut pages = Pages::poisoned(&layout);
@@ -247,15 +259,13 @@ impl Case {
             let rows_dtype = if self.kv_dtype.is_quantised() { DType::F32 } else { self.kv_dtype };
             let key = Array::new(&contents.key[first * num_kv_heads * head_dim..], rows_dtype);
             let value = Array::new(&contents.value[first * num_kv_heads * v_head_dim..], rows_dtype);
-            write_pages(
-                key.view([len - first, num_kv_heads, head_dim]),
-                value.view([len - first, num_kv_heads, v_head_dim]),
-                key_pages,
-                value_pages,
-                &slots,
-                threads,
-            )
-            .unwrap();
+            let key = key.view([len - first, num_kv_heads, head_dim]);
+            if self.value_in_key {
+                write_rows(key, key_pages, &slots, threads).unwrap();
+            } else {
+                let value = value.view([len - first, num_kv_heads, v_head_dim]);
+                write_pages(key, value, key_pages, value_pages, &slots, threads).unwrap();
+            }
             query.extend(contents.query);
             cu.push(cu[index] + queries as i32);
             lens.push(len as i32);

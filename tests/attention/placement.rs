@@ -232,6 +232,7 @@ fn layout() -> CacheLayout {
         v_head_dim: DIMS[1],
         dtype: DType::F32,
         head_scales: false,
+        value_in_key: false,
         order: PageOrder::Hnd,
     }
 }

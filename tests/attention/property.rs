@@ -28,7 +28,7 @@ prop_compose! {
     pub(crate) fn cases()(
         kv_dtype in prop::sample::select(DType::ALL.to_vec()),
         query_dtype in prop::sample::select(DType::FLOATS.to_vec()),
-        head_scales in any::<bool>(),
+        (head_scales, value_in_key) in (any::<bool>(), prop::bool::weighted(0.2)),
         (num_kv_heads, group) in prop_oneof![
             (1..4_usize, 1..5_usize),
             (Just(1_usize), 1..17_usize),
@@ -46,7 +46,9 @@ prop_compose! {
         (seed, placement) in (any::<u64>(), any::<u64>()),
     ) -> Case {
         let num_heads = num_kv_heads * group;
+        let value_in_key = value_in_key && v_head_dim <= head_dim;
         Case {
+            value_in_key,
             kv_dtype, query_dtype, head_scales: head_scales && kv_dtype.is_quantised(), num_kv_heads, group, head_dim, v_head_dim, page_size, order, sequences,
             scale, causal, window_left, soft_cap, magnitude, seed, placement,
             slopes: alibi.then(|| paged_kv::attention::alibi_slopes(num_heads)),

@@ -24,6 +24,7 @@ fn layout(dtype: DType, head_scales: bool) -> CacheLayout {
         v_head_dim: 3,
         dtype,
         head_scales,
+        value_in_key: false,
         order: PageOrder::Hnd,
     }
 }

@@ -21,6 +21,7 @@ fn layout(dtype: DType, order: PageOrder) -> CacheLayout {
         v_head_dim: 3,
         dtype,
         head_scales: false,
+        value_in_key: false,
         order,
     }
 }

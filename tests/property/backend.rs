@@ -128,6 +128,7 @@ impl KvMemory {
             v_head_dim: VALUE_DIM,
             dtype: DType::F32,
             head_scales: false,
+            value_in_key: false,
             order: PageOrder::Hnd,
         };
         let options = CacheOptions {

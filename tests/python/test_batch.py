@@ -572,7 +572,7 @@ def test_write_and_attend_check_their_arrays() -> None:
             (0, key[:1], value, paged_kv.LayoutError),
             (0, key, key, paged_kv.LayoutError),
             (0, key.astype(np.float64), value, paged_kv.LayoutError),
-            (0, key, None, TypeError),
+            (0, key, None, paged_kv.LayoutError),
         ):
             with pytest.raises(error):
                 cache.write(layer, k, v, batch)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ fn i12_a_batch_ended_by_one_thread_while_others_write_ends_once_and_whole() {
         v_head_dim: 4,
         dtype: DType::F32,
         head_scales: false,
+        value_in_key: false,
         order: PageOrder::Nhd,
     };
     let (null_page, window_left, num_threads) = (true, -1, Some(1));

@@ -34,27 +34,37 @@ impl Drop for Keeper {
     }
 }
 
-/// What is adopted of one layer: keys and values, and their scales where they live with tokens.
+/// What is adopted of one layer: keys and values, if those are not part of the keys, each with its
+/// scales where they live with tokens.
 pub(in crate::python) struct LayerArrays<'py> {
-    pub(in crate::python) pages: [Array<'py>; 2],
-    pub(in crate::python) scales: Option<[Array<'py>; 2]>,
+    pub(in crate::python) key: PlaneArrays<'py>,
+    pub(in crate::python) value: Option<PlaneArrays<'py>>,
+}
+
+/// Pages, and their scales.
+pub(in crate::python) struct PlaneArrays<'py> {
+    pub(in crate::python) pages: Array<'py>,
+    pub(in crate::python) scales: Option<Array<'py>>,
 }
 
 /// Storage of `layout` over the arrays of each layer, which must be apart in memory.
 pub(in crate::python) fn adopt(layout: CacheLayout, arrays: Vec<LayerArrays<'_>>) -> Result<KvStorage> {
-    let mut layers = Vec::new();
-    for layer in &arrays {
-        let [key_scales, value_scales] = match &layer.scales {
-            Some([key, value]) => [Some(key), Some(value)],
-            None => [None, None],
+    let (mut layers, mut apart) = (Vec::new(), Vec::new());
+    for (number, layer) in arrays.iter().enumerate() {
+        let key = plane(&layer.key, &layout)?;
+        apart.push((key, number));
+        let value = match &layer.value {
+            Some(value) => plane(value, &layout)?,
+            None => LayerPages { layout: PagesLayout { head_dim: layout.v_head_dim, ..key.layout }, ..key },
         };
-        let [key, value] = &layer.pages;
-        layers.push([plane(key, key_scales, &layout)?, plane(value, value_scales, &layout)?]);
+        apart.extend(layer.value.is_some().then_some((value, number)));
+        layers.push([key, value]);
     }
-    check_disjoint(&layers)?;
+    check_disjoint(apart)?;
     let keepers: Vec<Keeper> = arrays
         .into_iter()
-        .flat_map(|layer| layer.pages.into_iter().chain(layer.scales.into_iter().flatten()))
+        .flat_map(|layer| [Some(layer.key), layer.value].into_iter().flatten())
+        .flat_map(|plane| [Some(plane.pages), plane.scales].into_iter().flatten())
         .map(keeper)
         .collect();
     let owner: Box<dyn Any + Send + Sync> = Box::new(keepers);
@@ -64,9 +74,9 @@ pub(in crate::python) fn adopt(layout: CacheLayout, arrays: Vec<LayerArrays<'_>>
     unsafe { KvStorage::adopt(layout, layers, owner) }
 }
 
-fn plane(array: &Array<'_>, scales: Option<&Array<'_>>, layout: &CacheLayout) -> Result<LayerPages> {
-    let view = array.pages(layout.order, true)?;
-    let scales = scales.map(|scales| scales.scales(layout.order, true)).transpose()?;
+fn plane(arrays: &PlaneArrays<'_>, layout: &CacheLayout) -> Result<LayerPages> {
+    let view = arrays.pages.pages(layout.order, true)?;
+    let scales = arrays.scales.as_ref().map(|scales| scales.scales(layout.order, true)).transpose()?;
     Ok(LayerPages { base: view.base(), layout: *view.layout(), scales })
 }
 
@@ -77,18 +87,13 @@ fn keeper(array: Array<'_>) -> Keeper {
     }
 }
 
-/// Refuses arrays that could share an element.
-fn check_disjoint(layers: &[[LayerPages; 2]]) -> Result<()> {
-    let plane_of_scales =
-        |scales: Scales| LayerPages { base: scales.base, layout: scales.layout, scales: None };
-    let mut planes: Vec<(LayerPages, usize)> = layers
-        .iter()
-        .enumerate()
-        .flat_map(|(layer, pair)| pair.iter().map(move |&plane| (plane, layer)))
-        .flat_map(|(plane, layer)| {
-            [Some(plane), plane.scales.map(plane_of_scales)].into_iter().flatten().map(move |p| (p, layer))
-        })
-        .collect();
+/// Refuses arrays that could share an element. Each comes with its layer.
+fn check_disjoint(mut planes: Vec<(LayerPages, usize)>) -> Result<()> {
+    let of_scales = |(plane, layer): &(LayerPages, usize)| {
+        let Scales { base, layout, .. } = plane.scales?;
+        Some((LayerPages { base, layout, scales: None }, *layer))
+    };
+    planes.extend(planes.iter().filter_map(of_scales).collect::<Vec<_>>());
     planes.sort_unstable_by_key(|(plane, _)| plane.base.addr());
     for (i, (low, layer)) in planes.iter().enumerate() {
         let end = low.base.addr() + low.layout.span()? * low.layout.dtype.size();
