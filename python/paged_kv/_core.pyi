@@ -171,9 +171,7 @@ class KvCache:
         num_queries: int | _Integers | None = None,
         stream: None = None,
     ) -> Batch: ...
-    def write(
-        self, layer: int, key: _Array, value: _Array | None, batch: Batch | BatchView
-    ) -> None: ...
+    def write(self, layer: int, key: _Array, value: _Array | None, batch: Batch | BatchView) -> None: ...
     def attend(
         self,
         layer: int,
@@ -187,6 +185,7 @@ class KvCache:
         alibi_slopes: _Array | None = None,
         sinks: _Array | None = None,
         return_lse: bool = False,
+        return_error_bound: bool = False,
         out: _Array | None = None,
     ) -> Any: ...
     def copy_pages(self, copies: npt.NDArray[Any] | _Seq[tuple[int, int]]) -> None: ...
@@ -363,6 +362,7 @@ def paged_attention(
     alibi_slopes: _Array | None = None,
     sinks: _Array | None = None,
     return_lse: bool = False,
+    return_error_bound: bool = False,
     out: _Array | None = None,
     num_threads: int | None = None,
 ) -> Any: ...

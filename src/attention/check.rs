@@ -20,16 +20,10 @@ pub(super) struct Sequence<'a> {
     pub(super) len: usize,
 }
 
-/// Shapes and dtypes of all arrays agree.
-pub(super) fn shapes(
-    query: &RowsView,
-    key_pages: &PagesView,
-    value_pages: &PagesView,
-    out: &RowsViewMut,
-    lse: Option<&[f32]>,
-) -> Result<()> {
+/// Shapes and dtypes of what is read agree.
+pub(super) fn shapes(query: &RowsView, key_pages: &PagesView, value_pages: &PagesView) -> Result<()> {
     let (key, value) = (key_pages.layout(), value_pages.layout());
-    let [tokens, num_heads, head_dim] = query.shape();
+    let [_, num_heads, head_dim] = query.shape();
     if key.num_heads == 0 || head_dim == 0 || value.head_dim == 0 || key.page_size == 0 {
         return Err(Error::Layout(format!(
             "sizes must be at least 1: {} KV heads, head_dim {head_dim}, v_head_dim {}, page_size {}",
@@ -58,12 +52,20 @@ pub(super) fn shapes(
             key.num_heads
         )));
     }
-    if out.shape() != [tokens, num_heads, value.head_dim] {
-        return Err(Error::Layout(format!(
-            "out has shape {:?}, not {:?}",
-            out.shape(),
-            [tokens, num_heads, value.head_dim]
-        )));
+    Ok(())
+}
+
+/// So do those of what is written.
+pub(super) fn outputs(
+    query: &RowsView,
+    value_pages: &PagesView,
+    out: &RowsViewMut,
+    lse: Option<&[f32]>,
+) -> Result<()> {
+    let [tokens, num_heads, _] = query.shape();
+    let shape = [tokens, num_heads, value_pages.layout().head_dim];
+    if out.shape() != shape {
+        return Err(Error::Layout(format!("out has shape {:?}, not {shape:?}", out.shape())));
     }
     if out.dtype() != query.dtype() {
         return Err(Error::Layout(format!("out is {}, query is {}", out.dtype(), query.dtype())));

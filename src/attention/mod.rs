@@ -3,6 +3,7 @@
 //! Arguments are checked completely before anything is written; the arithmetic lives in
 //! [`crate::kernels`], the definition it is tested against in [`mod@reference`].
 
+mod bound;
 mod check;
 mod merge;
 mod options;
@@ -12,14 +13,17 @@ mod slopes;
 mod threads;
 mod write;
 
+pub use bound::error_bound;
 pub use merge::merge_states;
 pub use options::{AttentionOptions, BatchTables};
 pub use slopes::alibi_slopes;
 pub use threads::ThreadPool;
 pub use write::{copy_tokens, write_pages, write_rows};
 
+use check::Sequence;
+
 use crate::error::Result;
-use crate::kernels::{Call, Isa, Mask};
+use crate::kernels::{Call, Isa, Level, Mask};
 use crate::storage::{PagesView, RowsView, RowsViewMut};
 
 /// Attention of a batch's queries over keys and values in pages.
@@ -46,7 +50,20 @@ pub fn paged_attention(
     lse: Option<&mut [f32]>,
     threads: &ThreadPool,
 ) -> Result<()> {
-    check::shapes(&query, &key_pages, &value_pages, out, lse.as_deref())?;
+    check::outputs(&query, &value_pages, out, lse.as_deref())?;
+    let (level, call, sequences) = prepare(query, key_pages, value_pages, tables, options)?;
+    plan::run(level, &call, &sequences, out, lse, threads)
+}
+
+/// Checks all that is read, and puts it together.
+fn prepare<'a>(
+    query: RowsView<'a>,
+    key_pages: PagesView<'a>,
+    value_pages: PagesView<'a>,
+    tables: &BatchTables<'a>,
+    options: &AttentionOptions<'a>,
+) -> Result<(Level, Call<'a>, Vec<Sequence<'a>>)> {
+    check::shapes(&query, &key_pages, &value_pages)?;
     let [tokens, num_heads, head_dim] = query.shape();
     check::options(options, num_heads)?;
     let mask = Mask {
@@ -66,5 +83,5 @@ pub fn paged_attention(
         slopes: options.alibi_slopes,
         sinks: options.sinks,
     };
-    plan::run(level, &call, &sequences, out, lse, threads)
+    Ok((level, call, sequences))
 }

@@ -171,9 +171,30 @@ impl KvCache {
     ) -> Result<()> {
         let (keys, values) = self.layer(layer, false)?;
         self.check_scale(options)?;
-        let run = |tables: &BatchTables| {
+        self.with_tables(step, |tables| {
             attention::paged_attention(query, keys, values, tables, options, out, lse, &self.threads)
-        };
+        })
+    }
+
+    /// What quantisation can have put into each row of [`attend`](Self::attend), given the same
+    /// arguments; see [`attention::error_bound`]. `bound`: `[queries * num_heads]`.
+    pub fn error_bound(
+        &self,
+        layer: usize,
+        query: RowsView,
+        step: Step<'_>,
+        options: &AttentionOptions,
+        bound: &mut [f32],
+    ) -> Result<()> {
+        let (keys, values) = self.layer(layer, false)?;
+        self.check_scale(options)?;
+        self.with_tables(step, |tables| {
+            attention::error_bound(query, keys, values, tables, options, bound, &self.threads)
+        })
+    }
+
+    /// Runs `run` on the tables of a step, whose lease holds meanwhile.
+    fn with_tables(&self, step: Step<'_>, run: impl FnOnce(&BatchTables) -> Result<()>) -> Result<()> {
         match step {
             Step::Batch(batch) => {
                 self.check_own(batch.tables(), "batch")?;

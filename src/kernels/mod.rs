@@ -8,6 +8,7 @@
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64;
+mod bound;
 mod flash;
 mod gather;
 mod isa;
@@ -43,6 +44,11 @@ pub(crate) use mask::Mask;
 pub(crate) use quantise::row_scale;
 pub(crate) use rows::{copy_slots, load_row, store_row, write_slot};
 pub(crate) use state::State;
+
+/// Bounds on what quantisation put into each row of a block of one query and one KV head.
+pub(crate) fn error_bound(level: Level, call: &Call, block: &Block) -> Vec<f64> {
+    isa::dispatch!(level, simd => bound::error_bound(simd, call, block))
+}
 
 /// Attention of a block over the keys of some splits, first to last.
 pub(crate) fn attend(level: Level, call: &Call, block: &Block, splits: Range<usize>) -> State {

@@ -48,7 +48,9 @@ pub(super) unsafe fn quantise(
         // SAFETY: the piece ends at or before `dim`; the caller's promise covers the rest.
         unsafe {
             widen(from.add(start * from_dtype.size()), from_dtype, piece);
-            piece.iter_mut().for_each(|x| *x *= inverse);
+            for x in piece.iter_mut() {
+                *x *= inverse;
+            }
             round(piece, to.add(start * to_dtype.size()), to_dtype);
         }
     }

@@ -36,7 +36,7 @@ pub(crate) fn store_row(rows: &mut RowsViewMut, token: usize, head: usize, from:
 /// pages, `scales` holds one scale per head, stored with the token where scales live with tokens.
 ///
 /// # Panics
-/// If an index is out of range, the shapes differ or the pages are read-only.
+/// If an index is out of range, the shapes differ, scales are missing or the pages are read-only.
 pub(crate) fn write_slot(
     rows: &RowsView,
     token: usize,
@@ -50,19 +50,21 @@ pub(crate) fn write_slot(
     let dim = layout.head_dim;
     assert_eq!(rows.shape()[1..], [layout.num_heads, dim], "slot shape");
     assert!(pages.writable(), "pages are read-only");
+    assert!(!layout.dtype.is_quantised() || scales.len() >= layout.num_heads, "a scale per head");
     for head in 0..layout.num_heads {
         let (from, to) = (rows.row(token, head), pages.slot(page, head, slot));
         // SAFETY: both indices were checked and both views vouch for `dim` elements there, that of
         // scales for one; the pages are writable, and their leases keep other threads away from
         // this slot.
         unsafe {
-            if layout.dtype.is_quantised() {
-                quantise(from, rows.dtype(), to, layout.dtype, dim, scales[head]);
-                if let Some(pages) = &token_scales {
-                    pages.slot(page, head, slot).cast::<f32>().write(scales[head]);
+            match scales.get(head) {
+                Some(&scale) if layout.dtype.is_quantised() => {
+                    quantise(from, rows.dtype(), to, layout.dtype, dim, scale);
+                    if let Some(pages) = &token_scales {
+                        pages.slot(page, head, slot).cast::<f32>().write_unaligned(scale);
+                    }
                 }
-            } else {
-                convert(from, rows.dtype(), to, layout.dtype, dim);
+                _ => convert(from, rows.dtype(), to, layout.dtype, dim),
             }
         }
     }

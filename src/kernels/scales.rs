@@ -9,7 +9,8 @@ use super::tokens::TILE;
 use crate::layout::PagesLayout;
 use crate::storage::PagesView;
 
-/// Tokens whose scales most likely share a cache line.
+/// Tokens whose scales are brought at once where they lie one behind the other, and most likely in one
+/// cache line.
 const TOGETHER: usize = 8;
 
 /// Factors of the keys and values of one tile in one head.
@@ -27,6 +28,8 @@ pub(super) struct Scales {
     unit: f32,
     /// Where those of the keys at hand lie in the first head, in elements from `base`.
     offsets: [usize; SPLIT],
+    /// Whether those of so many tokens lie one behind the other.
+    together: [bool; SPLIT / TOGETHER],
     /// Those of one tile and head.
     pub(super) tile: [f32; TILE],
 }
@@ -42,7 +45,8 @@ impl Scales {
             let shape = |l: &PagesLayout| (l.num_pages, l.num_heads, l.page_size);
             assert!(shape(&scales.layout) == shape(pages), "one scale per token and head");
             let (base, layout) = (scales.base.cast_const().cast(), scales.layout);
-            Some(Self { base, layout, unit: T::UNIT, offsets: [0; SPLIT], tile: [0.0; TILE] })
+            let (offsets, together) = ([0; SPLIT], [false; SPLIT / TOGETHER]);
+            Some(Self { base, layout, unit: T::UNIT, offsets, together, tile: [0.0; TILE] })
         };
         Some(Box::new([of(key_pages)?, of(value_pages)?]))
     }
@@ -58,23 +62,44 @@ impl Scales {
         for (i, offset) in self.offsets[place..place + run].iter_mut().enumerate() {
             *offset = l.offset(page, 0, slot + i);
         }
+        let end = place + run;
+        for group in place / TOGETHER..end.div_ceil(TOGETHER) {
+            let inside = group * TOGETHER >= place && (group + 1) * TOGETHER <= end;
+            self.together[group] = inside && l.token_stride == 1;
+        }
     }
 
     /// Makes places around `located`, up to whole tiles, name the first of them.
     pub(super) fn fill(&mut self, located: Range<usize>) {
         let Range { start, end } = located;
         let valid = self.offsets[start];
-        self.offsets[start / TILE * TILE..start].fill(valid);
-        self.offsets[end..end.next_multiple_of(TILE)].fill(valid);
+        for around in [start / TILE * TILE..start, end..end.next_multiple_of(TILE)] {
+            self.together[around.start.div_ceil(TOGETHER)..around.end.div_ceil(TOGETHER)].fill(false);
+            self.offsets[around].fill(valid);
+        }
     }
 
     /// Brings those of one tile and head.
     pub(super) fn take(&mut self, head: usize, tile: usize) {
         let base = self.of_head(head);
-        let offsets = &self.offsets.as_chunks::<TILE>().0[tile % (SPLIT / TILE)];
-        for (scale, &offset) in self.tile.iter_mut().zip(offsets) {
+        let first = tile % (SPLIT / TILE) * TILE;
+        let groups = self.offsets[first..][..TILE]
+            .as_chunks::<TOGETHER>()
+            .0
+            .iter()
+            .zip(&self.together[first / TOGETHER..]);
+        for (scales, (offsets, &together)) in self.tile.as_chunks_mut::<TOGETHER>().0.iter_mut().zip(groups) {
             // SAFETY: `locate` checked pages and slots, `of_head` the head; the view vouches for them.
-            *scale = unsafe { base.wrapping_add(offset).read() } * self.unit;
+            unsafe {
+                if together {
+                    *scales = base.wrapping_add(offsets[0]).cast::<[f32; TOGETHER]>().read();
+                } else {
+                    *scales = offsets.map(|offset| base.wrapping_add(offset).read());
+                }
+            }
+            for scale in scales {
+                *scale *= self.unit;
+            }
         }
     }
 

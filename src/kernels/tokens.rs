@@ -73,10 +73,14 @@ impl<T> Tokens<'_, T> {
     /// Asks for the cache lines that begin in `VECTORS` vectors of a token's elements, from `from` on.
     #[inline(always)]
     pub(super) fn prefetch<S: Simd, const VECTORS: usize>(&self, simd: S, token: usize, from: usize) {
-        for vector in 0..VECTORS {
-            let element = from + vector * S::LANES;
-            if (element * size_of::<T>()).is_multiple_of(CACHE_LINE) {
-                simd.prefetch(self.at(token).wrapping_add(element).cast());
+        let bytes = VECTORS * S::LANES * size_of::<T>();
+        let start = from * size_of::<T>();
+        let first = start.next_multiple_of(CACHE_LINE);
+        for line in 0..bytes.div_ceil(CACHE_LINE) {
+            let at = first + line * CACHE_LINE;
+            // In whole lines, one begins for sure.
+            if bytes.is_multiple_of(CACHE_LINE) || at < start + bytes {
+                simd.prefetch(self.at(token).cast::<u8>().wrapping_add(at));
             }
         }
     }

@@ -166,7 +166,7 @@ impl<'py> Array<'py> {
         self.kind.clone()
     }
 
-    /// The type of an element of pages: bytes are quantised, unsigned ones the bits of float8_e4m3fn.
+    /// The type of an element of pages: bytes are quantised, unsigned ones the bits of `float8_e4m3fn`.
     fn pages_dtype(&self) -> Result<DType> {
         match self.element {
             Element::Float(dtype @ DType::F8E4M3) => Ok(dtype),

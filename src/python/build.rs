@@ -93,6 +93,9 @@ fn head_scales(sizes: &Sizes<'_, '_>, layout: &CacheLayout) -> PyResult<Option<[
     let per_head = |name, object| array::per_head(name, object, layout.num_layers, layout.num_kv_heads);
     match sizes.head_scales {
         [None, None] => Ok(None),
+        _ if layout.num_layers == 0 => {
+            Err(PyValueError::new_err("k_scale= and v_scale= are for a cache with layers"))
+        }
         [Some(_), Some(_)] if sizes.value_in_key => {
             Err(PyValueError::new_err("values in keys have their scales: leave v_scale= out"))
         }
@@ -189,8 +192,8 @@ fn arrays<'py>(storage: &Bound<'py, PyAny>, value_in_key: bool) -> PyResult<Vec<
             [key, value, key_scales, value_scales] => ([key, value], Some([key_scales, value_scales])),
             _ => {
                 let message = format!(
-                    "layer {layer} in storage is neither (key_pages, value_pages) nor these with \
-                     (key_scales, value_scales)"
+                    "layer {layer} in storage is no pair (key_pages, value_pages), nor one with \
+                     (key_scales, value_scales) behind it"
                 );
                 return Err(Error::Layout(message).into());
             }

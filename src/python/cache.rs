@@ -378,7 +378,7 @@ impl KvCache {
     ///     `num_heads`.
     /// batch : Batch or BatchView
     ///     Says whose keys each row sees.
-    /// scale, causal, logits_soft_cap, alibi_slopes, sinks, return_lse : optional
+    /// scale, causal, logits_soft_cap, alibi_slopes, sinks, return_lse, return_error_bound : optional
     ///     As in :func:`paged_attention`.
     /// window_left : int, optional
     ///     Keys to the left of its own position that a query sees; -1 for all, the cache's if None.
@@ -392,6 +392,8 @@ impl KvCache {
     ///     for a numpy query, else a :class:`Tensor`.
     /// lse : array
     ///     float32 ``[tokens, num_heads]``, natural logarithm; only with `return_lse`.
+    /// error_bound : array
+    ///     float32 ``[tokens, num_heads]``; only with `return_error_bound`, of a quantised cache.
     ///
     /// Raises
     /// ------
@@ -400,7 +402,8 @@ impl KvCache {
     /// ValueError
     ///     For options out of range, a layer that is not there, or a batch that has ended.
     #[pyo3(signature = (layer, query, batch, *, scale=None, causal=true, window_left=None,
-        logits_soft_cap=0.0, alibi_slopes=None, sinks=None, return_lse=false, out=None))]
+        logits_soft_cap=0.0, alibi_slopes=None, sinks=None, return_lse=false,
+        return_error_bound=false, out=None))]
     fn attend<'py>(
         &self,
         py: Python<'py>,
@@ -414,10 +417,20 @@ impl KvCache {
         alibi_slopes: Option<&Bound<'py, PyAny>>,
         sinks: Option<&Bound<'py, PyAny>>,
         return_lse: bool,
+        return_error_bound: bool,
         out: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let options =
-            StepOptions { scale, causal, window_left, logits_soft_cap, alibi_slopes, sinks, return_lse, out };
+        let options = StepOptions {
+            scale,
+            causal,
+            window_left,
+            logits_soft_cap,
+            alibi_slopes,
+            sinks,
+            return_lse,
+            return_error_bound,
+            out,
+        };
         step::attend(py, &self.cache, layer.0, query, batch, &options)
     }
 

@@ -64,6 +64,10 @@ use crate::storage::PagesView;
 ///     ``[num_heads]``: one more logit in each head's denominator.
 /// return_lse : bool
 ///     Whether to return the logarithm of each row's sum of exponentials too.
+/// return_error_bound : bool
+///     Whether to return, for quantised pages, how far any element of each row can be from attention
+///     over keys and values as :func:`write_pages` got them, with a scale per token: a rigorous bound,
+///     which takes some tens of times as long as attention itself.
 /// out : array, optional
 ///     ``[tokens, num_heads, v_head_dim]`` in the query's dtype: written and returned. It may not
 ///     share memory with the other arrays.
@@ -78,11 +82,15 @@ use crate::storage::PagesView;
 ///     for a numpy query, else a :class:`Tensor`.
 /// lse : array
 ///     float32 ``[tokens, num_heads]``, natural logarithm; only with `return_lse`.
+/// error_bound : array
+///     float32 ``[tokens, num_heads]``, largest over the row's elements; what float32 and the output's
+///     dtype round comes on top. 0 for a row that sees no key. Only with `return_error_bound`.
 ///
 /// Raises
 /// ------
 /// LayoutError
-///     For shapes, strides, dtypes or devices that don't fit.
+///     For shapes, strides, dtypes or devices that don't fit; for an error bound of pages that are not
+///     quantised, or have a scale per head, with which nobody knows what was cut off.
 /// InvalidPageError
 ///     For a page that the table needs and the arrays don't have.
 /// ValueError
@@ -97,9 +105,10 @@ use crate::storage::PagesView;
 #[pyfunction]
 #[pyo3(signature = (query, key_pages, value_pages, block_table, seq_lens, cu_seqlens_q, *,
     v_head_dim=None, k_scale=None, v_scale=None, layout="HND", scale=None, causal=true, window_left=Number(-1), logits_soft_cap=0.0, alibi_slopes=None, sinks=None,
-    return_lse=false, out=None, num_threads=None), text_signature = "(query, key_pages, value_pages, \
+    return_lse=false, return_error_bound=false, out=None, num_threads=None), text_signature = "(query, key_pages, value_pages, \
     block_table, seq_lens, cu_seqlens_q, *, v_head_dim=None, k_scale=None, v_scale=None, layout='HND', \
-    scale=None, causal=True, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None, return_lse=False, out=None, num_threads=None)")]
+    scale=None, causal=True, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None, return_lse=False, \
+    return_error_bound=False, out=None, num_threads=None)")]
 pub(super) fn paged_attention<'py>(
     py: Python<'py>,
     query: &Bound<'py, PyAny>,
@@ -119,6 +128,7 @@ pub(super) fn paged_attention<'py>(
     alibi_slopes: Option<&Bound<'py, PyAny>>,
     sinks: Option<&Bound<'py, PyAny>>,
     return_lse: bool,
+    return_error_bound: bool,
     out: Option<&Bound<'py, PyAny>>,
     num_threads: Option<Number<usize>>,
 ) -> PyResult<Bound<'py, PyAny>> {
@@ -163,13 +173,18 @@ pub(super) fn paged_attention<'py>(
     let pages = [&query, &key_pages].into_iter().chain(&value_pages);
     let inputs: Vec<_> = pages.chain(scales.arrays()).collect();
     let mut out = Output::rows(&query, shape, out, &inputs)?;
-    let mut lse = lse_buffer(return_lse, tokens, num_heads)?;
+    let mut lse = row_buffer(return_lse, tokens, num_heads)?;
+    let mut bound = row_buffer(return_error_bound, tokens, num_heads)?;
     let pool = threads::shared(given(num_threads))?;
     let mut out_rows = out.rows_mut()?;
     py.detach(|| {
+        // First: where it is refused, nothing has been written.
+        if let Some(bound) = &mut bound {
+            attention::error_bound(rows, k, v, &tables, &options, bound, &pool)?;
+        }
         attention::paged_attention(rows, k, v, &tables, &options, &mut out_rows, lse.as_deref_mut(), &pool)
     })?;
-    out.into_objects(py, &query.kind(), lse, [tokens, num_heads])
+    out.into_objects(py, &query.kind(), [lse, bound], [tokens, num_heads])
 }
 
 /// `k_scale` and `v_scale`, as far as they were given.
@@ -207,12 +222,14 @@ impl<'py> Scaling<'py> {
     }
 }
 
-/// Room for the logarithms, if they are asked for.
-pub(super) fn lse_buffer(wanted: bool, tokens: usize, num_heads: usize) -> PyResult<Option<Vec<f32>>> {
+/// Room for one number per row, if they are asked for.
+pub(super) fn row_buffer(wanted: bool, tokens: usize, num_heads: usize) -> PyResult<Option<Vec<f32>>> {
     if !wanted {
         return Ok(None);
     }
-    let count = tokens.checked_mul(num_heads).ok_or_else(|| Error::Layout("lse overflows memory".into()))?;
+    let count = tokens
+        .checked_mul(num_heads)
+        .ok_or_else(|| Error::Layout("a number per row overflows memory".into()))?;
     let mut lse = reserve(count)?;
     lse.resize(count, 0.0);
     Ok(Some(lse))

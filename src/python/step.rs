@@ -8,7 +8,7 @@ use super::arguments::{BatchArgument, Counts, Sequences};
 use super::array::{Array, Output, integers};
 use super::batch::Batch;
 use super::convert::{Number, given};
-use super::functions::lse_buffer;
+use super::functions::row_buffer;
 use super::sequence::Sequence;
 use crate::attention::AttentionOptions;
 use crate::cache::KvCache;
@@ -75,6 +75,7 @@ pub(super) struct StepOptions<'a, 'py> {
     pub(super) alibi_slopes: Option<&'a Bound<'py, PyAny>>,
     pub(super) sinks: Option<&'a Bound<'py, PyAny>>,
     pub(super) return_lse: bool,
+    pub(super) return_error_bound: bool,
     pub(super) out: Option<&'a Bound<'py, PyAny>>,
 }
 
@@ -129,9 +130,16 @@ pub(super) fn attend<'py>(
             output.check_outside(&cache.pages(layer, which, false)?)?;
         }
     }
-    let mut lse = lse_buffer(options.return_lse, tokens, num_heads)?;
+    let mut lse = row_buffer(options.return_lse, tokens, num_heads)?;
+    let mut bound = row_buffer(options.return_error_bound, tokens, num_heads)?;
     let mut out_rows = output.rows_mut()?;
     let step = batch.step();
-    py.detach(|| cache.attend(layer, rows, step, &attention, &mut out_rows, lse.as_deref_mut()))?;
-    output.into_objects(py, &query.kind(), lse, [tokens, num_heads])
+    py.detach(|| {
+        // First: where it is refused, nothing has been written.
+        if let Some(bound) = &mut bound {
+            cache.error_bound(layer, rows, step, &attention, bound)?;
+        }
+        cache.attend(layer, rows, step, &attention, &mut out_rows, lse.as_deref_mut())
+    })?;
+    output.into_objects(py, &query.kind(), [lse, bound], [tokens, num_heads])
 }

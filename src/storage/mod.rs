@@ -42,8 +42,8 @@ pub struct KvStorage {
     /// Keys and values per layer.
     layers: Vec<[LayerPages; 2]>,
     bytes: u64,
-    /// Scales per head; planes name them.
-    _head_scales: Vec<f32>,
+    /// Scales per head, held for planes, which name their memory.
+    head_scales: Vec<f32>,
     /// The mapping, or the arrays' owner; dropped last of all that names the memory.
     _owner: Box<dyn Any + Send + Sync>,
 }
@@ -83,7 +83,7 @@ impl KvStorage {
             })
             .collect();
         let (bytes, owner) = (bytes as u64, Box::new(region));
-        Ok(Self { layout, layers, bytes, _head_scales: Vec::new(), _owner: owner })
+        Ok(Self { layout, layers, bytes, head_scales: Vec::new(), _owner: owner })
     }
 
     /// Takes over memory of someone else, who stays its owner: `owner` is dropped with the storage.
@@ -130,7 +130,7 @@ impl KvStorage {
             }
         }
         let bytes = layout.total_bytes()? as u64;
-        Ok(Self { layout, layers, bytes, _head_scales: Vec::new(), _owner: owner })
+        Ok(Self { layout, layers, bytes, head_scales: Vec::new(), _owner: owner })
     }
 
     /// The shape.

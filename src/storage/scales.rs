@@ -44,7 +44,7 @@ impl KvStorage {
                 plane.scales = Some(Scales { base, layout: layout.scales(which)?, per_head: true });
             }
         }
-        self._head_scales = scales;
+        self.head_scales = scales;
         Ok(self)
     }
 }

@@ -183,6 +183,7 @@ impl<'a> PagesView<'a> {
     /// # Safety
     /// - As for [`new`](Self::new), but scales per head lie one behind the other, and nobody writes
     ///   them.
+    #[must_use]
     pub unsafe fn with_scales(self, scales: Option<Scales>) -> Self {
         Self { scales, ..self }
     }

@@ -3,13 +3,15 @@
 use std::ops::Range;
 
 use paged_kv::attention::{
-    AttentionOptions, BatchTables, ThreadPool, paged_attention, reference, write_pages, write_rows,
+    AttentionOptions, BatchTables, ThreadPool, error_bound, paged_attention, reference, write_pages,
+    write_rows,
 };
 use paged_kv::dtype::DType;
 use paged_kv::kernels::Isa;
 use paged_kv::layout::{CacheLayout, PageOrder};
+use paged_kv::storage::{PagesView, RowsView};
 
-use crate::memory::{Array, Pages, Rng, head_scale, rounded, stored_row};
+use crate::memory::{Array, Pages, Rng, head_scale, rounded, stored, stored_row};
 
 /// The instruction sets to test; the others are reported by name.
 pub(crate) fn isas() -> Vec<Isa> {
@@ -217,6 +219,59 @@ impl Case {
         threads: &ThreadPool,
         contents: impl Fn(&Self, (usize, usize)) -> Contents,
     ) -> Outcome {
+        self.with_pages(threads, contents, |query, keys, values, tables| {
+            let [tokens, heads, _] = query.shape();
+            let mut out = Array::new(&vec![f32::NAN; tokens * heads * self.v_head_dim], self.query_dtype);
+            let mut lse = vec![f32::NAN; tokens * heads];
+            let rows = &mut out.view_mut([tokens, heads, self.v_head_dim]);
+            let options = self.options(isa);
+            paged_attention(query, keys, values, tables, &options, rows, Some(&mut lse), threads).unwrap();
+            Outcome { out: out.floats(), lse }
+        })
+    }
+
+    /// What the one sequence's keys and values became in quantised pages, and the bounds that are
+    /// certified for its rows.
+    pub(crate) fn run_bound(
+        &self,
+        isa: Isa,
+        threads: &ThreadPool,
+        query: &[f32],
+        key: &[f32],
+        value: &[f32],
+    ) -> ([Vec<f32>; 2], Vec<f32>) {
+        let (query, key, value) = (query.to_vec(), key.to_vec(), value.to_vec());
+        let (len, _) = self.sequences[0];
+        let first = self.first_seen(self.sequences[0]);
+        let contents =
+            |_: &Self, _| Contents { query: query.clone(), key: key.clone(), value: value.clone() };
+        self.with_pages(threads, contents, |query, keys, values, tables| {
+            let [tokens, heads, _] = query.shape();
+            let mut bound = vec![f32::NAN; tokens * heads];
+            let options = self.options(isa);
+            error_bound(query, keys, values, tables, &options, &mut bound, threads).unwrap();
+            let stored = [keys, values].map(|pages| {
+                // What nobody sees was not stored.
+                let mut rows = vec![0.0; first * self.num_kv_heads * pages.layout().head_dim];
+                for token in first..len {
+                    let page = tables.block_table[token / self.page_size] as usize;
+                    for head in 0..self.num_kv_heads {
+                        rows.extend(stored(&pages, page, head, token % self.page_size).0);
+                    }
+                }
+                rows
+            });
+            (stored, bound)
+        })
+    }
+
+    /// Stores what is seen, and lends it.
+    fn with_pages<R>(
+        &self,
+        threads: &ThreadPool,
+        contents: impl Fn(&Self, (usize, usize)) -> Contents,
+        run: impl FnOnce(RowsView, PagesView, PagesView, &BatchTables) -> R,
+    ) -> R {
         let Self { page_size, num_kv_heads, head_dim, v_head_dim, .. } = *self;
         let max_pages = self.sequences.iter().map(|s| s.0.div_ceil(page_size)).max().unwrap_or(0) + 1;
         let num_pages = self.sequences.iter().map(|s| s.0.div_ceil(page_size)).sum::<usize>() + 2;
@@ -272,20 +327,8 @@ impl Case {
         }
         let tokens = cu[self.sequences.len()] as usize;
         let query = Array::new(&query, self.query_dtype);
-        let mut out = Array::new(&vec![f32::NAN; tokens * self.num_heads() * v_head_dim], self.query_dtype);
-        let mut lse = vec![f32::NAN; tokens * self.num_heads()];
-        paged_attention(
-            query.view([tokens, self.num_heads(), head_dim]),
-            key_pages,
-            value_pages,
-            &BatchTables { block_table: &table, max_pages, seq_lens: &lens, cu_seqlens_q: &cu },
-            &self.options(isa),
-            &mut out.view_mut([tokens, self.num_heads(), v_head_dim]),
-            Some(&mut lse),
-            threads,
-        )
-        .unwrap();
-        Outcome { out: out.floats(), lse }
+        let tables = BatchTables { block_table: &table, max_pages, seq_lens: &lens, cu_seqlens_q: &cu };
+        run(query.view([tokens, self.num_heads(), head_dim]), key_pages, value_pages, &tables)
     }
 
     /// What the definition says.

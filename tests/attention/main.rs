@@ -7,6 +7,7 @@
 mod accuracy;
 mod arguments;
 mod bits;
+mod bound;
 mod field;
 mod harness;
 mod memory;

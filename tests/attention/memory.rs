@@ -156,7 +156,7 @@ impl Pages {
         let scales = self.scales.as_mut_ptr();
         let scales_of = |which| {
             let place = if layout.head_scales {
-                which as usize * layout.num_kv_heads
+                if layout.value_in_key { 0 } else { which as usize * layout.num_kv_heads }
             } else {
                 layout.scale_offset(which) / 4
             };
@@ -181,20 +181,26 @@ impl Pages {
     }
 
     /// What one token of one head stands for, and its scale.
-    pub(crate) fn row(&self, which: Which, page: usize, head: usize, token: usize) -> (Vec<f32>, f32) {
-        let (layout, first) = match which {
-            Which::Key => (&self.key, 0),
-            Which::Value => (&self.value, self.layout.value_offset()),
-        };
-        let elements = &self.floats()[first + layout.offset(page, head, token)..][..layout.head_dim];
-        let scales = self.layout.scales(which).unwrap();
-        let scale = if self.layout.head_scales {
-            self.scales[which as usize * self.layout.num_kv_heads + head]
-        } else {
-            self.scales[self.layout.scale_offset(which) / 4 + scales.offset(page, head, token)]
-        };
-        (elements.iter().map(|x| x * scale).collect(), scale)
+    pub(crate) fn row(&mut self, which: Which, page: usize, head: usize, token: usize) -> (Vec<f32>, f32) {
+        let (keys, values) = self.views();
+        stored(if which == Which::Key { &keys } else { &values }, page, head, token)
     }
+}
+
+/// What one token of one head of quantised pages stands for, and its scale.
+pub(crate) fn stored(pages: &PagesView, page: usize, head: usize, token: usize) -> (Vec<f32>, f32) {
+    let layout = pages.layout();
+    let (slot, scales) = (pages.slot(page, head, token), pages.scale_pages().unwrap());
+    // SAFETY: both slots were checked, and nobody else uses the pages of a test.
+    let (bytes, scale) = unsafe {
+        let bytes = std::slice::from_raw_parts(slot.cast_const(), layout.head_dim);
+        (bytes, scales.slot(page, head, token).cast::<f32>().read_unaligned())
+    };
+    let element = |&bits: &u8| match layout.dtype {
+        DType::I8 => f32::from(bits.cast_signed()),
+        _ => F8E4M3(bits).to_f32(),
+    };
+    (bytes.iter().map(|bits| element(bits) * scale).collect(), scale)
 }
 
 /// The scale of a head where it has one: the first half are those of keys. Some let nothing in

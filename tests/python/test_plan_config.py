@@ -241,9 +241,9 @@ def test_int8_counts_a_scale_per_token_and_head() -> None:
     assert read_config(DEEPSEEK_V3).bytes_per_token(ELEMENT_TYPES["int8"]) == 35_380
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int8"])
 def test_the_cache_itself_takes_as_much(dtype: str) -> None:
-    for config in (LLAMA_8B, QWEN2_7B, GEMMA2_9B, PHI3_MINI, GPT_OSS_20B):
+    for config in (LLAMA_8B, QWEN2_7B, GEMMA2_9B, PHI3_MINI, GPT_OSS_20B, DEEPSEEK_V3):
         shape = read_config(config)
         group = shape.groups[0]
         assert shape.bytes_per_token(ELEMENT_TYPES[dtype]) == paged_kv.kv_bytes_per_token(

@@ -30,7 +30,10 @@ Model = Annotated[
 ]
 PageSize = Annotated[int, typer.Option("--page-size", min=1, help="Tokens per page.")]
 Dtype = Annotated[
-    str, typer.Option("--dtype", help="Element type of keys and values: float32, float16, bfloat16, int8 or float8_e4m3fn.")
+    str,
+    typer.Option(
+        "--dtype", help="Element type of keys and values: float32, float16, bfloat16, int8 or float8_e4m3fn."
+    ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Tokens to generate at most.")]
 Telemetry = Annotated[

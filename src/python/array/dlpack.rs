@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 const CPU: i32 = 1;
 /// Host memory that a device can read too.
 const PINNED: [i32; 2] = [3, 11];
-/// Type code of float8_e4m3fn.
+/// Type code of `float8_e4m3fn`.
 const F8_E4M3FN: u8 = 10;
 const VERSION: Version = Version { major: 1, minor: 1 };
 const READ_ONLY: u64 = 1;

@@ -104,7 +104,7 @@ pub(super) fn empty<'py>(dtype: &Bound<'py, PyArrayDescr>, shape: &[usize]) -> P
 }
 
 /// numpy's dtype for `dtype`: that of `ml_dtypes` for bfloat16 where it is installed, else uint16;
-/// the bits of float8_e4m3fn are uint8.
+/// the bits of `float8_e4m3fn` are uint8.
 pub(super) fn descr(py: Python<'_>, dtype: DType) -> PyResult<Bound<'_, PyArrayDescr>> {
     Ok(match dtype {
         DType::F32 => numpy::dtype::<f32>(py),

@@ -2,6 +2,7 @@
 
 use numpy::{PyArray1, PyArrayDescr, PyArrayMethods};
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use super::{Array, Memory, numpy as np};
 use crate::error::Result;
@@ -68,18 +69,21 @@ impl<'py> Output<'py> {
         }
     }
 
-    /// The object to hand back, paired with `lse` in the form of `kind` if there is one.
+    /// The object to hand back, with those of `more` in the form of `kind` that there are.
     pub(in crate::python) fn into_objects(
         self,
         py: Python<'py>,
         kind: &OutputKind<'py>,
-        lse: Option<Vec<f32>>,
+        more: [Option<Vec<f32>>; 2],
         shape: [usize; 2],
     ) -> PyResult<Bound<'py, PyAny>> {
-        let out = self.into_object(py)?;
-        match lse {
-            None => Ok(out),
-            Some(lse) => Ok((out, kind.floats(py, lse, shape)?).into_pyobject(py)?.into_any()),
+        let mut objects = vec![self.into_object(py)?];
+        for values in more.into_iter().flatten() {
+            objects.push(kind.floats(py, values, shape)?);
+        }
+        match objects.len() {
+            1 => Ok(objects.remove(0)),
+            _ => Ok(PyTuple::new(py, objects)?.into_any()),
         }
     }
 

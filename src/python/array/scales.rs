@@ -108,13 +108,16 @@ impl Array<'_> {
             PageOrder::Hnd => "[num_pages, num_kv_heads, page_size]",
             PageOrder::Nhd => "[num_pages, page_size, num_kv_heads]",
         };
-        let (&[a, b, c], &[x, y, z]) = (self.shape(), self.strides()) else {
+        if self.axes != 3 {
             return Err(self.refuse(&format!("must have the 3 axes {axes}")));
-        };
+        }
         if self.dtype()? != DType::F32 {
             return Err(self.refuse("must be float32"));
         }
-        let pages = self.pages_of(DType::F32, order, [a, b, c, 1], [x, y, z, 1], write)?;
+        // A fourth axis of one element.
+        let (mut shape, mut strides) = (self.shape, self.strides);
+        (shape[3], strides[3]) = (1, 1);
+        let pages = self.pages_of(DType::F32, order, shape, strides, write)?;
         Ok(Scales { base: pages.base(), layout: *pages.layout(), per_head: false })
     }
 }
