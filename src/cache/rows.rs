@@ -14,6 +14,7 @@ pub struct BlockRows<'a> {
 impl<'a> BlockRows<'a> {
     pub(super) fn new(batch: &'a Batch) -> Result<Self> {
         let open = batch.enter()?;
+        batch.table().warm_tables();
         Ok(Self { batch, max_pages: batch.max_pages(), _open: open })
     }
 

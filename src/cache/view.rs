@@ -73,6 +73,7 @@ pub(super) fn too_many_tokens() -> Error {
 impl TableArrays {
     pub(super) fn new(batch: &TableBatch, page_size: u32, pad: i32, buffers: &Buffers) -> Self {
         let max_pages = max_pages(batch, page_size);
+        batch.warm_tables();
         let mut block_table = buffers.take(batch.items().len() * max_pages);
         for (i, (item, row)) in batch.items().zip(block_table.chunks_exact_mut(max_pages.max(1))).enumerate()
         {
@@ -122,6 +123,7 @@ impl TokenArrays {
 
 impl CsrArrays {
     pub(super) fn new(batch: &TableBatch, page_size: u32, buffers: &Buffers) -> Self {
+        batch.warm_tables();
         let mut indices = buffers.take(total_pages(batch, page_size));
         let mut indptr = vec![0];
         let mut rest = indices.as_mut_slice();

@@ -62,47 +62,58 @@ pub unsafe fn copy_entries_to(from: &[AtomicU32], to: *mut i32) {
 #[cfg(all(target_arch = "x86_64", not(loom), not(miri)))]
 #[inline]
 unsafe fn copy_blocks(from: &[AtomicU32], to: *mut i32) -> usize {
-    let (lines, rest) = from.as_chunks::<16>();
+    let (blocks, rest) = from.as_chunks::<64>();
+    for (i, block) in blocks.iter().enumerate() {
+        // SAFETY: both point to 64 entries; SSE2 is part of the architecture; unaligned forms are
+        // used; no flag or stack is touched. What is to be written next is asked for, which has no
+        // effect that a program can see, whatever the address.
+        unsafe {
+            std::arch::asm!(
+                ".irp line, 0, 64, 128, 192",
+                "movups xmm0, [{s} + \\line]",
+                "movups xmm1, [{s} + \\line + 16]",
+                "movups xmm2, [{s} + \\line + 32]",
+                "movups xmm3, [{s} + \\line + 48]",
+                "prefetcht0 [{t} + \\line + 512]",
+                "movups [{t} + \\line], xmm0",
+                "movups [{t} + \\line + 16], xmm1",
+                "movups [{t} + \\line + 32], xmm2",
+                "movups [{t} + \\line + 48], xmm3",
+                ".endr",
+                s = in(reg) block.as_ptr(),
+                t = in(reg) to.add(i * 64),
+                out("xmm0") _,
+                out("xmm1") _,
+                out("xmm2") _,
+                out("xmm3") _,
+                options(nostack, preserves_flags),
+            );
+        }
+    }
+    let (lines, rest) = rest.as_chunks::<16>();
     for (i, line) in lines.iter().enumerate() {
-        // SAFETY: both point to sixteen entries; SSE2 is part of the architecture; unaligned forms
-        // are used; no flag or stack is touched. What is to be written next is asked for, which has
-        // no effect that a program can see, whatever the address.
+        // SAFETY: as above, of 16 entries.
         unsafe {
             std::arch::asm!(
-                "prefetcht0 [{t} + 512]",
-                "movups {a}, [{s}]",
-                "movups {b}, [{s} + 16]",
-                "movups {c}, [{s} + 32]",
-                "movups {d}, [{s} + 48]",
-                "movups [{t}], {a}",
-                "movups [{t} + 16], {b}",
-                "movups [{t} + 32], {c}",
-                "movups [{t} + 48], {d}",
+                "movups xmm0, [{s}]",
+                "movups xmm1, [{s} + 16]",
+                "movups xmm2, [{s} + 32]",
+                "movups xmm3, [{s} + 48]",
+                "movups [{t}], xmm0",
+                "movups [{t} + 16], xmm1",
+                "movups [{t} + 32], xmm2",
+                "movups [{t} + 48], xmm3",
                 s = in(reg) line.as_ptr(),
-                t = in(reg) to.add(i * 16),
-                a = out(xmm_reg) _,
-                b = out(xmm_reg) _,
-                c = out(xmm_reg) _,
-                d = out(xmm_reg) _,
+                t = in(reg) to.add(blocks.len() * 64 + i * 16),
+                out("xmm0") _,
+                out("xmm1") _,
+                out("xmm2") _,
+                out("xmm3") _,
                 options(nostack, preserves_flags),
             );
         }
     }
-    let (fours, _) = rest.as_chunks::<4>();
-    for (i, four) in fours.iter().enumerate() {
-        // SAFETY: as above, of four entries.
-        unsafe {
-            std::arch::asm!(
-                "movups {a}, [{s}]",
-                "movups [{t}], {a}",
-                s = in(reg) four.as_ptr(),
-                t = in(reg) to.add(lines.len() * 16 + i * 4),
-                a = out(xmm_reg) _,
-                options(nostack, preserves_flags),
-            );
-        }
-    }
-    lines.len() * 16 + fours.len() * 4
+    from.len() - rest.len()
 }
 
 #[cfg(not(all(target_arch = "x86_64", not(loom), not(miri))))]

@@ -224,7 +224,7 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
 
     /// Writes the first pages of item `i` to `row`, as many as its tokens need at most.
     pub fn copy_row(&self, i: usize, row: &mut [i32]) {
-        let (version, num_pages) = self.table_of(i);
+        let (version, num_pages) = self.table_and_next(i);
         let held = row.len().min(num_pages);
         self.tables.copy_row(version, &mut row[..held]);
     }
@@ -232,8 +232,25 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
     /// The pages of item `i`, as many as its tokens need, some at a time: `f(index, pages)`. They
     /// don't change while the batch is open.
     pub fn for_pages(&self, i: usize, f: impl FnMut(usize, &[AtomicU32])) {
-        let (version, num_pages) = self.table_of(i);
+        let (version, num_pages) = self.table_and_next(i);
         self.tables.for_entries(version, num_pages, f);
+    }
+
+    /// To be called before the tables of all items are read: touches what lists their leaves, one
+    /// level of indirection at a time, as [`warm`](Self::warm) does.
+    pub fn warm_tables(&self) {
+        let versions = || self.changes.iter().map(|change| self.tables.versions.get(change.next_version()));
+        versions().for_each(prefetch);
+        versions().for_each(Version::prefetch_leaves);
+    }
+
+    /// The table of item `i`, before which the next one's is asked for: rows are read in order.
+    fn table_and_next(&self, i: usize) -> (&Version, usize) {
+        if i + 1 < self.changes.len() {
+            let (version, num_pages) = self.table_of(i + 1);
+            self.tables.prefetch_entries(version, num_pages);
+        }
+        self.table_of(i)
     }
 
     /// The version that item `i` will have, and the pages that its tokens need.

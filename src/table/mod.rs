@@ -49,6 +49,9 @@ use version::{Role, Version};
 /// Page ids in one cache line.
 const ENTRIES_PER_LINE: usize = 16;
 
+/// Leaves of the next row to ask for while a row is copied.
+const LEAVES_AHEAD: usize = 2;
+
 /// One page's worth of copy-on-write: the first `tokens` slots of `source`, and only those, are
 /// copied to `destination`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -204,23 +207,15 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     #[expect(clippy::inline_always, reason = "a call per leaf would cost as much as copying the leaf")]
     #[inline(always)]
     fn for_entries(&self, version: &Version, num_pages: usize, mut f: impl FnMut(usize, &[AtomicU32])) {
-        let find = |number: &AtomicU32| {
-            // Acquire: pairs with the Release in `set_leaf`, as in `leaf`.
-            let entries = self.leaves.get(number.load(Ordering::Acquire)).entries();
-            for line in 0..LEAF.div_ceil(ENTRIES_PER_LINE) {
-                prefetch(&entries[line * ENTRIES_PER_LINE]);
-            }
-            entries
-        };
         let mut index = 0;
         for numbers in version.leaves(num_pages.div_ceil(LEAF)) {
             let Some(first) = numbers.first() else { return };
             // Leaves lie anywhere; the processor can't guess the one after next.
-            let mut here = find(first);
-            let mut next = numbers.get(1).map_or(here, find);
+            let mut here = self.entries_soon(first);
+            let mut next = numbers.get(1).map_or(here, |number| self.entries_soon(number));
             for k in 2..numbers.len() + 2 {
                 let entries = std::mem::replace(&mut here, next);
-                next = numbers.get(k).map_or(next, find);
+                next = numbers.get(k).map_or(next, |number| self.entries_soon(number));
                 if num_pages - index >= LEAF {
                     f(index, entries);
                 } else {
@@ -229,6 +224,23 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
                 index += LEAF;
             }
         }
+    }
+
+    /// Asks for what `for_entries` reads first, and would ask for too late.
+    fn prefetch_entries(&self, version: &Version, num_pages: usize) {
+        let numbers = version.leaves(num_pages.div_ceil(LEAF)).next().unwrap_or_default();
+        numbers.iter().take(LEAVES_AHEAD).for_each(|number| _ = self.entries_soon(number));
+    }
+
+    /// The entries of the leaf with this number, which are asked for.
+    #[inline]
+    fn entries_soon(&self, number: &AtomicU32) -> &[AtomicU32; LEAF] {
+        // Acquire: pairs with the Release in `set_leaf`, as in `leaf`.
+        let entries = self.leaves.get(number.load(Ordering::Acquire)).entries();
+        for line in 0..LEAF.div_ceil(ENTRIES_PER_LINE) {
+            prefetch(&entries[line * ENTRIES_PER_LINE]);
+        }
+        entries
     }
 
     /// Copies the first pages of a version into a row of a block table.

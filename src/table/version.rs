@@ -6,10 +6,12 @@
 
 use super::slab::Vacant;
 use crate::ids::PageId;
-use crate::sync::{AtomicU32, AtomicU64, MODELLED, OnceBox, Ordering, Segments};
+use crate::sync::{AtomicU32, AtomicU64, MODELLED, OnceBox, Ordering, Segments, prefetch};
 
 /// Leaf numbers in the version itself.
 const FIRST: usize = if MODELLED { 2 } else { 6 };
+/// Leaf numbers behind those, in one piece: with the pointer to the rest four cache lines.
+const MORE: usize = if MODELLED { 2 } else { 62 };
 
 /// What a version is to its sequence. Statistics tell live from deferred pages by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,10 +43,24 @@ pub(super) struct Version {
     role: AtomicU32,
     first: [AtomicU32; FIRST],
     /// Leaves from `FIRST` on; made on demand, kept with the slot.
-    more: OnceBox<Segments<AtomicU32>>,
+    more: OnceBox<More>,
+}
+
+/// Leaf numbers of a long table: one step from the version, and only of a very long one a second.
+#[repr(C, align(64))]
+struct More {
+    numbers: [AtomicU32; MORE],
+    rest: OnceBox<Segments<AtomicU32>>,
+}
+
+impl More {
+    fn new() -> Self {
+        Self { numbers: std::array::from_fn(|_| AtomicU32::new(0)), rest: OnceBox::new() }
+    }
 }
 
 const _: () = assert!(MODELLED || size_of::<Version>() == 64, "a decode step touches one line of it");
+const _: () = assert!(MODELLED || size_of::<More>() == 256, "as its comment says");
 
 impl Vacant for Version {
     fn vacant() -> Self {
@@ -193,22 +209,38 @@ impl Version {
     /// Numbers of the first `count` leaves, as many at a time as lie together.
     #[inline]
     pub(super) fn leaves(&self, count: usize) -> impl Iterator<Item = &[AtomicU32]> {
-        let near = count.min(FIRST);
-        let mut rest = count - near;
+        let mut rest = count;
+        let mut some_of = move |numbers: &'_ [AtomicU32]| {
+            let len = rest.min(numbers.len());
+            rest -= len;
+            len
+        };
+        let first = some_of(&self.first);
+        let more = self.more.get();
+        let near = more.map_or(0, |more| some_of(&more.numbers));
         let far = (0..).map_while(move |segment| {
-            let numbers = self.more.get().filter(|_| rest > 0)?.segment(segment)?;
-            let numbers = &numbers[..rest.min(numbers.len())];
-            rest -= numbers.len();
-            Some(numbers)
+            let numbers = more?.rest.get()?.segment(segment)?;
+            Some(&numbers[..some_of(numbers)]).filter(|numbers| !numbers.is_empty())
         });
-        std::iter::once(&self.first[..near]).chain(far)
+        std::iter::once(&self.first[..first]).chain(more.map(|more| &more.numbers[..near])).chain(far)
+    }
+
+    /// Asks for what lists the leaves behind the first.
+    #[inline]
+    pub(super) fn prefetch_leaves(&self) {
+        if let Some(more) = self.more.get() {
+            prefetch(more);
+        }
     }
 
     /// Sets the `k`-th leaf, which becomes the last.
     pub(super) fn set_leaf(&self, k: usize, leaf: u32) {
         if let Some(beyond) = k.checked_sub(FIRST) {
-            let (segment, _) = Segments::<AtomicU32>::locate(beyond as u32);
-            self.more.get_or_make(Segments::new).make(segment, || AtomicU32::new(0));
+            let more = self.more.get_or_make(More::new);
+            if let Some(beyond) = beyond.checked_sub(MORE) {
+                let (segment, _) = Segments::<AtomicU32>::locate(beyond as u32);
+                more.rest.get_or_make(Segments::new).make(segment, || AtomicU32::new(0));
+            }
         }
         // Release: pairs with the Acquire in `leaf`, in `tail` and of who is given a leaf's number.
         self.cell(k).store(leaf, Ordering::Release);
@@ -223,10 +255,11 @@ impl Version {
 
     #[inline]
     fn cell(&self, k: usize) -> &AtomicU32 {
-        match k.checked_sub(FIRST) {
-            None => &self.first[k],
-            Some(beyond) => self.more.get().expect("a leaf's number has a place").get(beyond as u32),
-        }
+        const MADE: &str = "a leaf's number has a place";
+        let Some(k) = k.checked_sub(FIRST) else { return &self.first[k] };
+        let more = self.more.get().expect(MADE);
+        let Some(k) = k.checked_sub(MORE) else { return &more.numbers[k] };
+        more.rest.get().expect(MADE).get(k as u32)
     }
 }
 

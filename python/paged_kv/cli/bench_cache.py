@@ -230,10 +230,13 @@ def block_tables(num_sequences: int, num_pages: int) -> Iterator[Case]:
         nonlocal batch
         batch = decoding.cache.batch(decoding.seqs, 0)
 
-    def rebuild() -> None:
-        for _ in range(WARM_UPS):
-            build(1)
-            reopen()
+    def renewed(work: Callable[[int], None]) -> Callable[[], None]:
+        def prepare() -> None:
+            for _ in range(WARM_UPS):
+                work(1)
+                reopen()
+
+        return prepare
 
     shape = f"[{num_sequences}, {num_pages}]"
     # A table is built once in a batch, so each is done once, after the same number of times.
@@ -250,7 +253,7 @@ def block_tables(num_sequences: int, num_pages: int) -> Iterator[Case]:
         name=f"block table {shape}",
         work=build,
         operations=1,
-        prepare=rebuild,
+        prepare=renewed(build),
         unit="ns/table",
         yardstick=memcpy,
     )
@@ -258,7 +261,7 @@ def block_tables(num_sequences: int, num_pages: int) -> Iterator[Case]:
         name=f"block table {shape} into a buffer",
         work=fill,
         operations=1,
-        prepare=lambda: fill(WARM_UPS),
+        prepare=renewed(fill),
         unit="ns/table",
         yardstick=memcpy,
     )
