@@ -4,6 +4,7 @@
 //! [`crate::kernels`], the definition it is tested against in [`mod@reference`].
 
 mod bound;
+mod cascade;
 mod check;
 mod merge;
 mod options;

@@ -1,12 +1,18 @@
 //! Cutting a call into tasks: blocks of neighbouring queries, and splits of long sequences.
 //!
+//! Splits that neighbouring sequences have in common are computed for all of them together
+//! ([`cascade`](super::cascade)).
+//!
 //! How it is cut changes who computes what and when, never a bit of the result: splits lie at fixed
 //! positions and are always joined first to last.
 
+use std::ops::Range;
+
 use super::ThreadPool;
+use super::cascade::{self, Shared};
 use super::check::Sequence;
 use crate::error::Result;
-use crate::kernels::{self, Block, Call, Level, PREFILL, State};
+use crate::kernels::{self, Block, Call, Level, PREFILL, SPLIT, State};
 use crate::storage::RowsViewMut;
 
 /// Rows per KV head that a block of many queries aims at: enough to make a tile of keys ready for,
@@ -18,8 +24,24 @@ struct Task<'a> {
     block: Block<'a>,
     out: RowsViewMut<'a>,
     lse: Option<RowsViewMut<'a>>,
+    /// Position of its sequence in the batch.
+    sequence: usize,
     /// Multiply-adds, roughly.
     work: u64,
+}
+
+/// A task in several pieces.
+struct Split<'a> {
+    task: Task<'a>,
+    /// What it has in common with others, by number, in ascending order of splits.
+    shared: Vec<usize>,
+    /// Its own splits, behind those.
+    parts: Vec<Option<State>>,
+}
+
+/// `None` for each of so many splits.
+fn no_parts(splits: usize) -> Vec<Option<State>> {
+    std::iter::repeat_with(|| None).take(splits).collect()
 }
 
 /// Computes every row of `out` and `lse`; arguments are checked.
@@ -34,25 +56,44 @@ pub(super) fn run(
     lse: Option<&mut [f32]>,
     threads: &ThreadPool,
 ) -> Result<()> {
-    let tasks = cut(call, sequences, out, lse)?;
-    let work = tasks.iter().map(|task| task.work).sum();
-    let workers = threads.workers(work)?;
+    let shared = cascade::find(call, sequences);
+    let mut shared_by = vec![Vec::new(); sequences.len() + 1];
+    for (number, Shared { sequences, .. }) in shared.iter().enumerate() {
+        shared_by[sequences.clone()].iter_mut().for_each(|numbers| numbers.push(number));
+    }
+    let covered = |numbers: &[usize]| numbers.last().map_or(0, |&number| shared[number].splits.end);
+    let mut tasks = cut(call, sequences, out, lse)?;
+    for task in &mut tasks {
+        task.work -= work(call, &task.block, covered(&shared_by[task.sequence]) * SPLIT);
+    }
+    let common = shared.iter().map(|shared| work(call, &shared.block, shared.splits.len() * SPLIT));
+    let total = tasks.iter().map(|task| task.work).chain(common).sum();
+    let workers = threads.workers(total)?;
     let (mut whole, mut split) = (Vec::new(), Vec::new());
     for task in tasks {
         // Worth splitting: more than its share of a thread's work.
-        let long = task.work * 4 * threads.num_threads() as u64 > work && threads.num_threads() > 1;
-        if long && task.block.splits(call.mask).len() > 1 {
-            let parts = task.block.splits(call.mask).map(|_| None::<State>).collect::<Vec<_>>();
-            split.push((task, parts));
+        let long = task.work * 4 * threads.num_threads() as u64 > total && threads.num_threads() > 1;
+        let splits = task.block.splits(call.mask).len();
+        let shared = shared_by[task.sequence].clone();
+        if !shared.is_empty() || long && splits > 1 {
+            let parts = no_parts(splits - covered(&shared));
+            split.push(Split { task, shared, parts });
         } else {
             whole.push(task);
         }
     }
-    let part_jobs = split.iter_mut().flat_map(|(task, parts)| {
-        let block = task.block;
-        block.splits(call.mask).zip(parts).map(move |(number, part)| Job::Part { block, number, part })
+    let mut common: Vec<_> = shared.iter().map(|shared| no_parts(shared.splits.len())).collect();
+    let common_jobs = shared.iter().zip(&mut common).flat_map(|(shared, parts)| {
+        let job = |(number, part)| Job::Part { block: shared.block, number, part };
+        shared.splits.clone().zip(parts).map(job)
     });
-    let jobs = part_jobs.chain(whole.into_iter().map(Job::Whole)).collect();
+    let part_jobs = split.iter_mut().flat_map(|Split { task, shared, parts }| {
+        let Range { start, end } = task.block.splits(call.mask);
+        let block = task.block;
+        let own = start.max(covered(shared))..end;
+        own.zip(parts).map(move |(number, part)| Job::Part { block, number, part })
+    });
+    let jobs = common_jobs.chain(part_jobs).chain(whole.into_iter().map(Job::Whole)).collect();
     workers.for_each(jobs, |job| match job {
         Job::Part { block, number, part } => {
             *part = Some(kernels::attend(level, call, &block, number..number + 1));
@@ -62,17 +103,28 @@ pub(super) fn run(
             kernels::attend(level, call, &task.block, splits).finish(call, &task.block, task.out, task.lse);
         }
     });
-    workers.for_each(split, |(task, parts)| {
-        let whole = parts.into_iter().flatten().reduce(|mut whole, part| {
+    workers.for_each(split, |Split { task, shared: numbers, parts }| {
+        let begin = numbers.into_iter().flat_map(|number| {
+            let parts = common[number].iter().flatten();
+            parts.map(move |part| (number, part))
+        });
+        let begin = begin.map(|(number, part)| part.part(&shared[number].block, &task.block, call.group()));
+        let whole = begin.chain(parts.into_iter().flatten()).reduce(|mut whole, part| {
             whole.merge(&part);
             whole
         });
-        // One at least, of more splits than one.
+        // One at least: tasks of one piece are whole.
         if let Some(whole) = whole {
             whole.finish(call, &task.block, task.out, task.lse);
         }
     });
     Ok(())
+}
+
+/// Multiply-adds of a block with so many keys.
+fn work(call: &Call, block: &Block, keys: usize) -> u64 {
+    let dims = call.key_pages.layout().head_dim + call.value_pages.layout().head_dim;
+    (block.rows(call) * dims) as u64 * keys as u64
 }
 
 enum Job<'a, 'b> {
@@ -92,15 +144,15 @@ fn cut<'a>(
     out: &'a mut RowsViewMut,
     lse: Option<&'a mut [f32]>,
 ) -> Result<Vec<Task<'a>>> {
-    let (k, v) = (call.key_pages.layout(), call.value_pages.layout());
-    let [tokens, num_heads, head_dim] = call.query.shape();
+    let k = call.key_pages.layout();
+    let [tokens, num_heads, _] = call.query.shape();
     let most = (ROWS_PER_KV_HEAD / call.group()).max(1);
     let covered = sequences.last().map_or(0, |s| s.first_row + s.num_queries);
     let nobody = Sequence { pages: &[], first_row: covered, num_queries: tokens - covered, len: 0 };
     let mut out = out.reborrow();
     let mut lse = lse.map(|lse| RowsViewMut::from_slice(lse, [tokens, num_heads, 1])).transpose()?;
     let mut tasks = Vec::new();
-    for s in sequences.iter().chain([&nobody]) {
+    for (sequence, s) in sequences.iter().chain([&nobody]).enumerate() {
         let prefill = s.num_queries >= PREFILL;
         let num_kv_heads = if prefill { 1 } else { k.num_heads };
         for first in (0..s.num_queries).step_by(most) {
@@ -132,8 +184,7 @@ fn cut<'a>(
                     prefill,
                 };
                 let keys = block.seen(call.mask).len();
-                let work = (block.rows(call) * (head_dim + v.head_dim)) as u64 * (keys as u64 + 1);
-                tasks.push(Task { block, out: mine, lse, work });
+                tasks.push(Task { block, out: mine, lse, sequence, work: work(call, &block, keys + 1) });
             }
         }
     }

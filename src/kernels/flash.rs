@@ -28,7 +28,7 @@ use crate::storage::{PagesView, RowsView};
 
 /// Keys of one split of a few queries: what one task reads at least, and what partial results are
 /// joined by. Also the keys whose places are looked up together.
-pub(super) const SPLIT: usize = 512;
+pub(crate) const SPLIT: usize = 512;
 /// Keys of one split of many queries, of which there are tasks enough: a multiple of `SPLIT`.
 const LONG_SPLIT: usize = 8 * SPLIT;
 /// From so many queries of a sequence on, it pays to pack tiles. More than anyone drafts, so that

@@ -35,7 +35,7 @@ mod x86_64;
 
 use std::ops::Range;
 
-pub(crate) use flash::{Block, Call, PREFILL};
+pub(crate) use flash::{Block, Call, PREFILL, SPLIT};
 pub(crate) use isa::Level;
 pub use isa::{Isa, set_isa};
 #[cfg(feature = "bench")]

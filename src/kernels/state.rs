@@ -41,6 +41,21 @@ impl State {
         Self::new(self.max.len(), self.stride, self.parted)
     }
 
+    /// What some of a block's queries saw: those of `part`, which has the same heads.
+    pub(crate) fn part(&self, block: &Block, part: &Block, group: usize) -> Self {
+        let (all, rows) = (block.num_queries * group, part.num_queries * group);
+        let first = (part.first_row - block.first_row) * group;
+        let mut state = Self::new(rows * part.num_kv_heads, self.stride, self.parted);
+        for kv_head in 0..part.num_kv_heads {
+            let (from, into) = (kv_head * all + first, kv_head * rows);
+            state.max[into..][..rows].copy_from_slice(&self.max[from..][..rows]);
+            state.sum[into..][..rows].copy_from_slice(&self.sum[from..][..rows]);
+            state.acc[into * self.stride..][..rows * self.stride]
+                .copy_from_slice(&self.acc[from * self.stride..][..rows * self.stride]);
+        }
+        state
+    }
+
     /// Forgets what was seen.
     pub(super) fn clear(&mut self) {
         self.acc.fill(0.0);

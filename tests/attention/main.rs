@@ -8,6 +8,7 @@ mod accuracy;
 mod arguments;
 mod bits;
 mod bound;
+mod cascade;
 mod field;
 mod harness;
 mod memory;
