@@ -50,12 +50,14 @@ impl Family {
             head_dim,
             v_head_dim: head_dim,
             dtype: self.kv_dtype,
+            head_scales: false,
+            value_in_key: false,
             order: PageOrder::Nhd,
         };
         let mut pages = Pages::poisoned(&layout);
         let (key_pages, value_pages) = pages.views();
         let stored = num_pages as usize * page_size;
-        let mut tokens = || Array::new(&rng.floats(stored * num_kv_heads * head_dim), self.kv_dtype);
+        let mut tokens = || Array::new(&rng.floats(stored * num_kv_heads * head_dim), DType::F32);
         let (key, value) = (tokens(), tokens());
         let shape = [stored, num_kv_heads, head_dim];
         let slots: Vec<i64> = (0..stored as i64).collect();
@@ -150,6 +152,7 @@ fn family() -> Family {
 fn what_sequences_have_in_common_changes_no_bit() {
     family().check();
     Family { kv_dtype: DType::F32, head_dim: 40, soft_cap: 3.0, ..family() }.check();
+    Family { kv_dtype: DType::I8, group: 1, ..family() }.check();
     Family { page_size: 7, causal: false, sinks: false, ..family() }.check();
 }
 
