@@ -9,7 +9,8 @@ template <typename T>
 class Combine {
 public:
     __aicore__ inline Combine(const DecodeArrays& a, const DecodeTiling& tiling)
-        : t(tiling), size(tiling.group * tiling.shape.head_dim), lanes(tiling.lanes_group) {
+        : t(tiling), s(tiling.common.shape), group(tiling.common.group), size(group * s.head_dim),
+          lanes(tiling.common.lanes) {
         lens.SetGlobalBuffer(reinterpret_cast<__gm__ int32_t*>(a.seq_lens));
         out.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(a.out));
         lse.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(a.lse));
@@ -29,11 +30,11 @@ public:
     }
 
     __aicore__ inline void Process() {
-        const uint32_t pairs = t.shape.batch * t.shape.num_kv_heads;
+        const uint32_t pairs = s.batch * s.num_kv_heads;
         for (uint32_t pair = GetBlockIdx(); pair < pairs; pair += GetBlockNum()) {
-            const auto len = uint32_t(lens.GetValue(pair / t.shape.num_kv_heads));
-            const bool windowed = t.shape.window_left >= 0 && len > uint32_t(t.shape.window_left) + 1;
-            const uint32_t keys = windowed ? uint32_t(t.shape.window_left) + 1 : len;
+            const auto len = uint32_t(lens.GetValue(pair / s.num_kv_heads));
+            const bool windowed = s.window_left >= 0 && len > uint32_t(s.window_left) + 1;
+            const uint32_t keys = windowed ? uint32_t(s.window_left) + 1 : len;
             Merge(pair, (keys + t.split_tokens - 1) / t.split_tokens);
         }
     }
@@ -75,8 +76,8 @@ private:
             Spread(weights, weight, lanes);
             Then();
             Add(total, total, weight, heads);
-            for (uint32_t g = 0; g < t.group; ++g) {
-                const uint32_t dim = t.shape.head_dim;
+            for (uint32_t g = 0; g < group; ++g) {
+                const uint32_t dim = s.head_dim;
                 ByFactor<Multiply>(sums[g * dim], sums[g * dim], factor[g * 8], dim);
                 ByFactor<Multiply>(part[g * dim], part[g * dim], weights[g * 8], dim);
             }
@@ -95,9 +96,9 @@ private:
             Ln(decay, total, int32_t(lanes));
             Then();
             Add(logs, decay, max, int32_t(lanes));
-            for (uint32_t g = 0; g < t.group; ++g) {
-                const LocalTensor<float> row = sums[g * t.shape.head_dim];
-                ByFactor<Divide>(row, row, factor[g * 8], t.shape.head_dim);
+            for (uint32_t g = 0; g < group; ++g) {
+                const LocalTensor<float> row = sums[g * s.head_dim];
+                ByFactor<Divide>(row, row, factor[g * 8], s.head_dim);
             }
             Then();
             Cast(o, sums, RoundMode::CAST_RINT, int32_t(size));
@@ -112,12 +113,13 @@ private:
         DataCopy(out[uint64_t(pair) * size], o, size);
         outs.FreeTensor(o);
         logs = lses.template DeQue<float>();
-        DataCopyPad(lse[uint64_t(pair) * t.group], logs, OneBlock<float>(t.group));
+        DataCopyPad(lse[uint64_t(pair) * group], logs, OneBlock<float>(group));
         lses.FreeTensor(logs);
     }
 
     DecodeTiling t;
-    uint32_t size, lanes;
+    Shape s;
+    uint32_t group, size, lanes;
     TPipe pipe;
     TQue<TPosition::VECIN, 2> parts, partLogs;
     TQue<TPosition::VECOUT, 1> outs, lses;

@@ -4,6 +4,7 @@
 #include "combine.h"
 #include "pages.h"
 #include "plan.h"
+#include "prefill.h"
 
 #ifdef PAGED_KV_EMULATION
 #include "run.h"
@@ -19,15 +20,23 @@ __global__ __vector__ __aicore__ void paged_kv_decode(GM_ADDR query, GM_ADDR key
                                                       GM_ADDR block_table, GM_ADDR seq_lens, GM_ADDR out, GM_ADDR lse,
                                                       GM_ADDR partial_out, GM_ADDR partial_lse, DecodeTiling tiling) {
     const DecodeArrays arrays{query, key_pages, value_pages, block_table, seq_lens, out, lse, partial_out, partial_lse};
-    if (tiling.shape.dtype == FLOAT16) Decode<half>(arrays, tiling).Process();
+    if (tiling.common.shape.dtype == FLOAT16) Decode<half>(arrays, tiling).Process();
     else Decode<bfloat16_t>(arrays, tiling).Process();
 }
 
 __global__ __vector__ __aicore__ void paged_kv_combine(GM_ADDR seq_lens, GM_ADDR out, GM_ADDR lse, GM_ADDR partial_out,
                                                        GM_ADDR partial_lse, DecodeTiling tiling) {
     const DecodeArrays arrays{nullptr, nullptr, nullptr, nullptr, seq_lens, out, lse, partial_out, partial_lse};
-    if (tiling.shape.dtype == FLOAT16) Combine<half>(arrays, tiling).Process();
+    if (tiling.common.shape.dtype == FLOAT16) Combine<half>(arrays, tiling).Process();
     else Combine<bfloat16_t>(arrays, tiling).Process();
+}
+
+__global__ __vector__ __aicore__ void paged_kv_prefill(GM_ADDR query, GM_ADDR key_pages, GM_ADDR value_pages,
+                                                       GM_ADDR block_table, GM_ADDR seq_lens, GM_ADDR cu_seqlens_q,
+                                                       GM_ADDR out, GM_ADDR lse, PrefillTiling tiling) {
+    const PrefillArrays arrays{query, key_pages, value_pages, block_table, seq_lens, cu_seqlens_q, out, lse};
+    if (tiling.common.shape.dtype == FLOAT16) Prefill<half>(arrays, tiling).Process();
+    else Prefill<bfloat16_t>(arrays, tiling).Process();
 }
 
 __global__ __vector__ __aicore__ void paged_kv_write_pages(GM_ADDR key, GM_ADDR value, GM_ADDR key_pages,
@@ -43,6 +52,7 @@ __global__ __vector__ __aicore__ void paged_kv_copy_pages(GM_ADDR key_pages, GM_
 #ifdef PAGED_KV_EMULATION
 EMU_ENTRY(paged_kv_decode)
 EMU_ENTRY(paged_kv_combine)
+EMU_ENTRY(paged_kv_prefill)
 EMU_ENTRY(paged_kv_write_pages)
 EMU_ENTRY(paged_kv_copy_pages)
 #endif
@@ -51,6 +61,11 @@ EMU_ENTRY(paged_kv_copy_pages)
 
 int plan_decode(const Shape* shape, DecodeTiling* tiling, char* error, size_t size) {
     return PlanDecode(*shape, *tiling, Refusal{error, size});
+}
+
+int plan_prefill(const Shape* shape, uint32_t max_queries, uint32_t causal, PrefillTiling* tiling, char* error,
+                 size_t size) {
+    return PlanPrefill(*shape, max_queries, causal, *tiling, Refusal{error, size});
 }
 
 int plan_write_pages(uint32_t layout, WriteTiling* tiling, char* error, size_t size) {
@@ -67,6 +82,12 @@ int call_decode(uint32_t blocks, void* stream, const DecodeArrays* arrays, const
     if (refused || tiling->num_splits == 1) return refused;
     return PAGED_KV_LAUNCH(paged_kv_combine, blocks, stream, a.seq_lens, a.out, a.lse, a.partial_out, a.partial_lse,
                            *tiling);
+}
+
+int call_prefill(uint32_t blocks, void* stream, const PrefillArrays* arrays, const PrefillTiling* tiling) {
+    const PrefillArrays& a = *arrays;
+    return PAGED_KV_LAUNCH(paged_kv_prefill, blocks, stream, a.query, a.key_pages, a.value_pages, a.block_table,
+                           a.seq_lens, a.cu_seqlens_q, a.out, a.lse, *tiling);
 }
 
 int call_write_pages(uint32_t blocks, void* stream, GM_ADDR key, GM_ADDR value, GM_ADDR key_pages,

@@ -8,8 +8,8 @@ namespace paged_kv {
 enum Dtype : uint32_t { FLOAT16 = 0, BFLOAT16 = 1 };
 enum Layout : uint32_t { HND = 0, NHD = 1 };
 
-// The arrays of one decode step. Keys and values [num_pages, num_kv_heads, page_size, head_dim] (HND) or
-// [num_pages, page_size, num_kv_heads, head_dim] (NHD), each contiguous; one query a sequence.
+// The arrays of one step. Keys and values [num_pages, num_kv_heads, page_size, head_dim] (HND) or
+// [num_pages, page_size, num_kv_heads, head_dim] (NHD), each contiguous.
 struct Shape {
     uint32_t batch, num_heads, num_kv_heads, head_dim, page_size, table_width;
     uint32_t dtype, layout;
@@ -20,18 +20,31 @@ struct Shape {
     float scale, soft_cap;
 };
 
-struct DecodeTiling {
+// What decode and prefill share: a task works on `rows` pairs of a query and a head, all of one KV head.
+struct AttendTiling {
     Shape shape;
     uint32_t group;         // query heads that share a KV head
-    uint32_t lanes_group;   // the same, rounded up to 8
+    uint32_t rows;          // of a task: its queries times its heads
+    uint32_t lanes;         // the same, rounded up to 8
     uint32_t tile_tokens;   // keys, or values, in UB at once
-    uint32_t score_width;   // floats from one head's scores to the next one's, a multiple of 64
-    uint32_t rows;          // accumulators of a head: so many values are added without waiting for each other
-    uint32_t num_splits, split_tokens;
+    uint32_t score_width;   // floats from one row's scores to the next one's, a multiple of 64
+    uint32_t accumulators;  // of a row: so many values are added without waiting for each other
     uint32_t table_chunk;   // block table entries in UB at once
     uint32_t ub_bytes;
-    uint32_t padding;
     uint64_t page_stride, head_stride, token_stride;
+};
+
+struct DecodeTiling {
+    AttendTiling common;
+    uint32_t num_splits, split_tokens;
+};
+
+struct PrefillTiling {
+    AttendTiling common;
+    uint32_t queries;  // of a task
+    uint32_t chunks;   // tasks of a sequence and KV head; what lies beyond its queries does nothing
+    uint32_t causal;   // 0: each query sees all keys of its sequence
+    uint32_t padding;
 };
 
 struct WriteTiling {
@@ -45,8 +58,8 @@ struct CopyTiling {
     uint64_t page_bytes;
 };
 
-static_assert(sizeof(Shape) == 56 && sizeof(DecodeTiling) == 120 && sizeof(WriteTiling) == 48 &&
-                  sizeof(CopyTiling) == 16,
+static_assert(sizeof(Shape) == 56 && sizeof(DecodeTiling) == 120 && sizeof(PrefillTiling) == 128 &&
+                  sizeof(WriteTiling) == 48 && sizeof(CopyTiling) == 16,
               "Python declares the same structures");
 
 }  // namespace paged_kv

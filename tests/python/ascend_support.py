@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paged_kv.ascend.tiling import DTYPES, LAYOUTS, DecodeArrays, DecodeTiling, Shape, fields
+from paged_kv.ascend.tiling import (
+    DTYPES,
+    LAYOUTS,
+    DecodeArrays,
+    DecodeTiling,
+    PrefillArrays,
+    PrefillTiling,
+    Shape,
+    fields,
+)
 
 ROOT = Path(__file__).parents[2]
 ASCEND = ROOT / "ascend"
@@ -133,74 +142,93 @@ def planned(name: str, *arguments: Any) -> None:
         raise RefusedError(text.value.decode())
 
 
-def plan_decode(**fields: Any) -> DecodeTiling:
-    """Return the tiling of a decode step, of which what isn't named is small and plain."""
+def shape_of(fields: dict[str, Any]) -> Any:
+    """Return a reference to a `Shape`, of which what isn't named is small and plain."""
     plain = {"batch": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 64, "page_size": 16, "table_width": 8}
     plain |= {"dtype": 0, "layout": 0, "max_len": 128, "num_splits": 1, "num_cores": 4, "window_left": -1}
+    return ctypes.byref(Shape(**(plain | {"scale": 1.0} | fields)))
+
+
+def plan_decode(**fields: Any) -> Any:
+    """Return the tiling of a decode step."""
     tiling = DecodeTiling()
-    planned("plan_decode", ctypes.byref(Shape(**(plain | {"scale": 1.0} | fields))), ctypes.byref(tiling))
+    planned("plan_decode", shape_of(fields), ctypes.byref(tiling))
+    return tiling
+
+
+def plan_prefill(max_queries: int = 1, causal: bool = True, **fields: Any) -> Any:
+    """Return the tiling of a step with several queries a sequence."""
+    tiling = PrefillTiling()
+    counts = ctypes.c_uint32(max_queries), ctypes.c_uint32(causal)
+    planned("plan_prefill", shape_of(fields), *counts, ctypes.byref(tiling))
     return tiling
 
 
 @dataclass
-class Decoded:
-    """Output [batch, num_heads, head_dim], lse [batch, num_heads], the tiling, and the cost."""
+class Attended:
+    """Output [tokens, num_heads, head_dim], lse [tokens, num_heads], the tiling, and the cost."""
 
     out: Array
     lse: Array
-    tiling: DecodeTiling
+    tiling: Any
     counters: dict[str, int]
 
 
-def decode(
+def attend(
     query: Array,
     key_pages: Array,
     value_pages: Array,
     block_table: Array,
     seq_lens: Array,
+    cu_seqlens_q: Array | None = None,
     *,
     layout: str = "HND",
     scale: float | None = None,
+    causal: bool = True,
     num_splits: int = 1,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
     num_blocks: int = 3,
-) -> Decoded:
-    """Run `decode`, and `combine` where there are splits; what they leave unwritten is NaN."""
-    batch, num_heads, head_dim = query.shape
+) -> Attended:
+    """Run `prefill`; without `cu_seqlens_q`, `decode`, and `combine` where there are splits.
+
+    What they leave unwritten is NaN.
+    """
+    tokens, num_heads, head_dim = query.shape
     _, first, second, _ = key_pages.shape
     num_kv_heads, page_size = (first, second) if layout == "HND" else (second, first)
-    tiling = plan_decode(
-        batch=batch,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        table_width=block_table.shape[1],
-        dtype=DTYPES[query.dtype.name],
-        layout=LAYOUTS[layout],
-        max_len=int(seq_lens.max(initial=0)),
-        num_splits=num_splits,
-        num_cores=40,
-        window_left=window_left,
-        scale=head_dim**-0.5 if scale is None else scale,
-        soft_cap=logits_soft_cap,
-    )
+    fields = {
+        "batch": len(seq_lens),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "page_size": page_size,
+        "table_width": block_table.shape[1],
+        "dtype": DTYPES[query.dtype.name],
+        "layout": LAYOUTS[layout],
+        "max_len": int(seq_lens.max(initial=0)),
+        "num_splits": num_splits,
+        "num_cores": 40,
+        "window_left": window_left,
+        "scale": head_dim**-0.5 if scale is None else scale,
+        "soft_cap": logits_soft_cap,
+    }
     out = np.full_like(query, np.nan)
-    lse = np.full((batch, num_heads), np.nan, np.float32)
-    parts = batch * num_kv_heads * tiling.num_splits
-    partial_out = np.full((parts, tiling.group, head_dim), np.nan, np.float32)
-    partial_lse = np.full((parts, tiling.lanes_group), np.nan, np.float32)
-    reads = [query, key_pages, value_pages, block_table, seq_lens]
-    writes = [out, lse, partial_out, partial_lse]
-    arrays = DecodeArrays(*[array.ctypes.data for array in reads + writes])
+    lse = np.full((tokens, num_heads), np.nan, np.float32)
+    reads, writes = [query, key_pages, value_pages, block_table, seq_lens], [out, lse]
+    if cu_seqlens_q is None:
+        name, tiling = "call_decode", plan_decode(**fields)
+        parts = tokens * num_kv_heads * tiling.num_splits
+        writes += [
+            np.full((parts, width), np.nan, np.float32) for width in (tiling.group * head_dim, tiling.lanes)
+        ]
+    else:
+        most = int(np.diff(cu_seqlens_q).max(initial=0))
+        name, tiling = "call_prefill", plan_prefill(most, causal, **fields)
+        reads.append(cu_seqlens_q)
+    kind = DecodeArrays if cu_seqlens_q is None else PrefillArrays
+    arrays = kind(*[array.ctypes.data for array in reads + writes])
     counters = call(
-        "call_decode",
-        reads,
-        writes,
-        ctypes.c_uint32(num_blocks),
-        None,
-        ctypes.byref(arrays),
-        ctypes.byref(tiling),
+        name, reads, writes, ctypes.c_uint32(num_blocks), None, ctypes.byref(arrays), ctypes.byref(tiling)
     )
-    return Decoded(out, lse, tiling, counters)
+    return Attended(out, lse, tiling, counters)

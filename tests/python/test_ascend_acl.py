@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ascend_fake import Fake, decode_arrays
-from ascend_support import DTYPES, decode, kernel_library
+from ascend_support import DTYPES, attend, kernel_library
 from paged_kv import ascend
 from paged_kv.ascend.tiling import LAYOUTS, Shape, WriteTiling
 
@@ -25,7 +25,7 @@ def decode_case(dtype: type, *, num_splits: int = 2) -> tuple[dict[str, np.ndarr
     query = rng.standard_normal((batch, heads, dim), np.float32).astype(dtype)
     table = rng.permutation(16)[:15].astype(np.int32).reshape(3, 5)
     inputs = [query, key_pages, value_pages, table, seq_lens]
-    want = decode(*inputs, num_splits=num_splits)
+    want = attend(*inputs, num_splits=num_splits)
     asked = Shape(
         batch=batch,
         num_heads=heads,
@@ -59,7 +59,7 @@ def test_a_decode_on_a_stream_computes_what_the_kernel_computes(fake: Fake, dtyp
         "out": want.nbytes,
         "lse": asked.batch * asked.num_heads * 4,
         "partial_out": parts * tiling.group * asked.head_dim * 4,
-        "partial_lse": parts * tiling.lanes_group * 4,
+        "partial_lse": parts * tiling.lanes * 4,
     }.items():
         arrays[name] = ascend.allocate(device, nbytes)
     out = np.zeros_like(want)

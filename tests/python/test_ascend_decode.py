@@ -4,86 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-import oracle
 import paged_kv
-from ascend_support import Decoded, RefusedError, decode, plan_decode
-
-DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-TOLERANCE = {"float16": 1e-3, "bfloat16": 4e-3}
-
-Array = npt.NDArray[Any]
-
-
-class Case:
-    """Ragged sequences in shuffled pages; NaN in every unwritten slot, -1 beyond each table."""
-
-    def __init__(
-        self,
-        lens: list[int],
-        *,
-        dtype: str = "float16",
-        head_dim: int = 64,
-        group: int = 1,
-        num_kv_heads: int = 1,
-        page_size: int = 16,
-        layout: str = "HND",
-        seed: int = 0,
-    ) -> None:
-        rng = np.random.default_rng(seed)
-        self.dtype, self.layout, self.page_size = dtype, layout, page_size
-        kind = DTYPES[dtype]
-        pages = [-(-n // page_size) for n in lens]
-        order = rng.permutation(sum(pages) + 1)
-        shape = (len(order), page_size, num_kv_heads, head_dim)
-        key_pages, value_pages = (np.full(shape, np.nan, kind) for _ in range(2))
-        self.block_table = np.full((len(lens), max(pages) + 1), -1, np.int32)
-        self.keys, self.values = [], []
-        for i, n in enumerate(lens):
-            own, order = order[: pages[i]], order[pages[i] :]
-            self.block_table[i, : pages[i]] = own
-            for paged, dense in ((key_pages, self.keys), (value_pages, self.values)):
-                tokens = rng.standard_normal((n, num_kv_heads, head_dim), dtype=np.float32).astype(kind)
-                for token in range(n):
-                    paged[own[token // page_size], token % page_size] = tokens[token]
-                dense.append(tokens.astype(np.float64))
-        if layout == "HND":
-            key_pages, value_pages = (
-                np.ascontiguousarray(p.swapaxes(1, 2)) for p in (key_pages, value_pages)
-            )
-        self.key_pages, self.value_pages = key_pages, value_pages
-        self.seq_lens = np.array(lens, np.int32)
-        heads = num_kv_heads * group
-        self.query = rng.standard_normal((len(lens), heads, head_dim), dtype=np.float32).astype(kind)
-
-    def run(self, **options: Any) -> Decoded:
-        arrays = (self.query, self.key_pages, self.value_pages, self.block_table, self.seq_lens)
-        return decode(*arrays, layout=self.layout, **options)
-
-    def expected(self, **options: Any) -> tuple[Array, Array]:
-        rows = [
-            oracle.attention(
-                self.query[i : i + 1].astype(np.float64), self.keys[i], self.values[i], **options
-            )
-            for i in range(len(self.seq_lens))
-        ]
-        return np.concatenate([out for out, _ in rows]), np.concatenate([lse for _, lse in rows])
-
-    def check(self, *, num_splits: int = 1, num_blocks: int = 3, **options: Any) -> Decoded:
-        """A row's largest error, relative to its largest element, stays within the dtype's tolerance."""
-        got = self.run(num_splits=num_splits, num_blocks=num_blocks, **options)
-        out, lse = self.expected(**options)
-        size = np.abs(out).max(axis=-1)
-        error = np.abs(got.out.astype(np.float64) - out).max(axis=-1)
-        assert (error <= TOLERANCE[self.dtype] * size).all(), np.max(error / np.maximum(size, 1e-9))
-        assert not got.out[self.seq_lens == 0].any()
-        np.testing.assert_allclose(got.lse, lse, rtol=1e-5, atol=2e-5)
-        return got
-
+from ascend_case import DTYPES, TOLERANCE, Case
+from ascend_support import RefusedError, attend, plan_decode
 
 HEAD_DIMS = [16, 32, 48, 64, 80, 96, 112, 128, 144, 192, 240, 256]
 GROUPS = [1, 2, 3, 4, 8, 16]
@@ -158,7 +84,7 @@ def test_pages_that_left_the_window_are_never_looked_up() -> None:
     case.block_table[0, : (300 - 1 - 40) // 16] = -1  # as a cache with a window leaves its tables
     case.check(window_left=40)
     case.check(window_left=40, num_splits=2)
-    with pytest.raises(RefusedError, match=r"decode.h:\d+: gm-bounds") as error:
+    with pytest.raises(RefusedError, match=r"tiles.h:\d+: gm-bounds") as error:
         case.run()
     assert error.value.rule == "gm-bounds"
 
@@ -208,7 +134,7 @@ def test_sequences_without_any_token() -> None:
 
 def test_a_batch_of_nothing_launches_and_writes_nothing() -> None:
     case = Case([3])
-    empty = decode(case.query[:0], case.key_pages, case.value_pages, case.block_table[:0], case.seq_lens[:0])
+    empty = attend(case.query[:0], case.key_pages, case.value_pages, case.block_table[:0], case.seq_lens[:0])
     assert empty.out.shape == (0, 1, 64)
     assert empty.counters["bytes_in"] == 0
 
@@ -222,7 +148,7 @@ def test_every_shape_of_the_grid_fits(dtype) -> None:
         for group in GROUPS:
             tiling = plan_decode(dtype=dtype, head_dim=head_dim, num_heads=group)
             assert 0 < tiling.ub_bytes <= 188160
-            assert tiling.rows * head_dim % 64 == 0
+            assert tiling.accumulators * head_dim % 64 == 0
             assert tiling.tile_tokens % 16 == 0
 
 

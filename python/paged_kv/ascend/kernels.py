@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 from paged_kv.ascend import build
 from paged_kv.ascend.errors import device_error, unavailable
-from paged_kv.ascend.tiling import LAYOUTS, DecodeArrays, DecodeTiling, Shape, WriteTiling
+from paged_kv.ascend.tiling import (
+    LAYOUTS,
+    DecodeArrays,
+    DecodeTiling,
+    PrefillArrays,
+    PrefillTiling,
+    Shape,
+    WriteTiling,
+)
 from paged_kv.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -26,12 +34,14 @@ _u32, _u64, _ptr = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
 # The host's side of a kernel: refuses with a text. Arguments before the text and its size.
 PLANNERS: dict[str, list[type]] = {
     "plan_decode": [_ptr, _ptr],
+    "plan_prefill": [_ptr, _u32, _u32, _ptr],
     "plan_write_pages": [_u32, _ptr],
 }
 
 # The launchers: blocks, stream, then these.
 LAUNCHERS: dict[str, list[type]] = {
     "call_decode": [_ptr, _ptr],
+    "call_prefill": [_ptr, _ptr],
     "call_write_pages": [_ptr] * 6,
     "call_copy_pages": [_ptr, _ptr, _ptr, _u32, _u64],
 }
@@ -88,6 +98,18 @@ class KernelLibrary:
         self._plan("plan_decode", ctypes.byref(shape), ctypes.byref(tiling))
         return tiling
 
+    def plan_prefill(self, shape: Shape, max_queries: int, *, causal: bool) -> PrefillTiling:
+        """Return how a step will be done in which no sequence has more than `max_queries` queries.
+
+        Raises
+        ------
+        LayoutError
+            The kernels can't; the message has the numbers.
+        """
+        tiling = PrefillTiling()
+        self._plan("plan_prefill", ctypes.byref(shape), max_queries, causal, ctypes.byref(tiling))
+        return tiling
+
     def plan_write_pages(self, tiling: WriteTiling, layout: str) -> WriteTiling:
         """Complete a tiling whose first four fields are set; ``LayoutError`` where it can't be done."""
         self._plan("plan_write_pages", LAYOUTS[layout], ctypes.byref(tiling))
@@ -115,7 +137,7 @@ class KernelLibrary:
             By the names of :class:`DecodeArrays`: query and out [batch,
             num_heads, head_dim], block_table int32 [batch, table_width], seq_lens int32 [batch], lse
             float32 [batch, num_heads], partial_out float32 [parts, group, head_dim] and partial_lse
-            float32 [parts, lanes_group] with parts = batch · num_kv_heads · num_splits.
+            float32 [parts, lanes] with parts = batch · num_kv_heads · num_splits.
         tiling : DecodeTiling
             From :meth:`plan_decode`.
         num_blocks : int
@@ -124,6 +146,38 @@ class KernelLibrary:
         pointers = DecodeArrays(**{name: memory.address for name, memory in arrays.items()})
         self._launch(
             "call_decode",
+            stream,
+            num_blocks,
+            tuple(arrays.values()),
+            ctypes.byref(pointers),
+            ctypes.byref(tiling),
+        )
+
+    def prefill(
+        self,
+        stream: Stream,
+        arrays: dict[str, DeviceMemory],
+        tiling: PrefillTiling,
+        num_blocks: int,
+    ) -> None:
+        """Attend of the last queries of each sequence.
+
+        Parameters
+        ----------
+        stream : Stream
+            Where it takes its turn; it keeps the memory alive until then.
+        arrays : dict of str to DeviceMemory
+            By the names of :class:`~paged_kv.ascend.tiling.PrefillArrays`: query and out [tokens,
+            num_heads, head_dim], block_table int32 [batch, table_width], seq_lens int32 [batch],
+            cu_seqlens_q int32 [batch + 1] and lse float32 [tokens, num_heads].
+        tiling : PrefillTiling
+            From :meth:`plan_prefill`.
+        num_blocks : int
+            Vector cores to use.
+        """
+        pointers = PrefillArrays(**{name: memory.address for name, memory in arrays.items()})
+        self._launch(
+            "call_prefill",
             stream,
             num_blocks,
             tuple(arrays.values()),

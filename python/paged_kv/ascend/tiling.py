@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["DTYPES", "LAYOUTS", "CopyTiling", "DecodeArrays", "DecodeTiling", "Shape", "WriteTiling"]
+__all__ = [
+    "DTYPES",
+    "LAYOUTS",
+    "AttendTiling",
+    "CopyTiling",
+    "DecodeArrays",
+    "DecodeTiling",
+    "PrefillArrays",
+    "PrefillTiling",
+    "Shape",
+    "WriteTiling",
+]
 
 DTYPES = {"float16": 0, "bfloat16": 1}
 LAYOUTS = {"HND": 0, "NHD": 1}
@@ -25,7 +36,7 @@ def fields(*lines: str) -> list[tuple[str, type]]:
 
 
 class Shape(ctypes.Structure):
-    """One decode step as it is asked for."""
+    """One step as it is asked for."""
 
     _fields_ = fields(
         "u32 batch num_heads num_kv_heads head_dim page_size table_width",
@@ -35,23 +46,42 @@ class Shape(ctypes.Structure):
     )
 
 
-class DecodeTiling(ctypes.Structure):
-    """One decode step as it will be done."""
+class AttendTiling(ctypes.Structure):
+    """What decode and prefill share of how a step will be done."""
 
     _fields_ = (
         ("shape", Shape),
         *fields(
-            "u32 group lanes_group tile_tokens score_width rows",
-            "u32 num_splits split_tokens table_chunk ub_bytes padding",
+            "u32 group rows lanes tile_tokens score_width accumulators table_chunk ub_bytes",
             "u64 page_stride head_stride token_stride",
         ),
     )
+
+
+class DecodeTiling(ctypes.Structure):
+    """One decode step as it will be done."""
+
+    _anonymous_ = ("common",)
+    _fields_ = (("common", AttendTiling), *fields("u32 num_splits split_tokens"))
+
+
+class PrefillTiling(ctypes.Structure):
+    """One step of several queries a sequence as it will be done."""
+
+    _anonymous_ = ("common",)
+    _fields_ = (("common", AttendTiling), *fields("u32 queries chunks causal padding"))
 
 
 class DecodeArrays(ctypes.Structure):
     """Addresses of one decode step's arrays."""
 
     _fields_ = fields("ptr query key_pages value_pages block_table seq_lens out lse partial_out partial_lse")
+
+
+class PrefillArrays(ctypes.Structure):
+    """Addresses of the arrays of a step with several queries a sequence."""
+
+    _fields_ = fields("ptr query key_pages value_pages block_table seq_lens cu_seqlens_q out lse")
 
 
 class WriteTiling(ctypes.Structure):
@@ -69,7 +99,7 @@ class CopyTiling(ctypes.Structure):
     _fields_ = fields("u32 num_copies chunk_bytes", "u64 page_bytes")
 
 
-SIZES = {Shape: 56, DecodeTiling: 120, WriteTiling: 48, CopyTiling: 16}
+SIZES = {Shape: 56, DecodeTiling: 120, PrefillTiling: 128, WriteTiling: 48, CopyTiling: 16}
 """Bytes, as tiling.h asserts them too."""
 
 if any(ctypes.sizeof(structure) != size for structure, size in SIZES.items()):
