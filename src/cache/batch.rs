@@ -7,7 +7,7 @@ use super::rows::BlockRows;
 use super::view::{self, BatchView, CsrArrays, TableArrays, TokenArrays};
 use crate::error::{Error, Result};
 use crate::sync::{AtomicBool, Gate, OnceBox, Ordering};
-use crate::table::{BatchItem, NewTokens, Outcome, Sequence, TableBatch, Tables};
+use crate::table::{BatchItem, NewTokens, Outcome, Sequence, TableBatch, TableLease, Tables};
 
 /// An open batch. Arrays are built on first access and may be read while the batch is open;
 /// dropping it closes it.
@@ -237,6 +237,16 @@ impl Batch {
     /// storage has carried the copies out; a tables-only cache leaves them to its caller.
     pub fn copies(&self) -> Vec<[i64; 2]> {
         view::copies(self.table.copies())
+    }
+
+    /// Of a cache on a device: keeps every page that the batch's work may touch from being handed out
+    /// until the lease is dropped, whatever becomes of the batch.
+    ///
+    /// # Errors
+    /// `Value` once the batch has ended, `RefCount` if a page can't be counted once more.
+    pub fn lease(&self) -> Result<TableLease> {
+        let _open = self.enter()?;
+        self.table.lease()
     }
 
     /// All arrays, to keep or to send.

@@ -98,7 +98,16 @@ impl KvCache {
             0 => None,
             _ => Some(KvStorage::map(layout, options.region)?),
         };
-        Self::assemble(options, layout, storage)
+        Self::assemble(options, layout, storage, false)
+    }
+
+    /// A cache whose pages lie on a device: it keeps the tables, the caller works on the memory, and
+    /// a batch's pages stay until that work has ended (see [`Batch::lease`](super::Batch::lease)).
+    ///
+    /// # Errors
+    /// `Layout` or `Value` for sizes that make no sense.
+    pub fn on_device(options: &CacheOptions) -> Result<Self> {
+        Self::assemble(options, options.checked()?, None, true)
     }
 
     /// A cache over memory of someone else; see [`KvStorage::adopt`].
@@ -113,7 +122,7 @@ impl KvCache {
                 storage.layout()
             )));
         }
-        let cache = Self::assemble(options, layout, Some(storage))?;
+        let cache = Self::assemble(options, layout, Some(storage), false)?;
         if options.null_page {
             cache.clear_null_page()?;
         }
@@ -134,7 +143,12 @@ impl KvCache {
         Ok(())
     }
 
-    fn assemble(options: &CacheOptions, layout: CacheLayout, storage: Option<KvStorage>) -> Result<Self> {
+    fn assemble(
+        options: &CacheOptions,
+        layout: CacheLayout,
+        storage: Option<KvStorage>,
+        leases: bool,
+    ) -> Result<Self> {
         let first_page = u32::from(options.null_page);
         let num_pages = u32::try_from(options.layout.num_pages).map_err(|_| {
             Error::Layout(format!("{} pages are more than 2^32 - 1", options.layout.num_pages))
@@ -143,7 +157,11 @@ impl KvCache {
         let threads = ThreadPool::new(options.num_threads)?;
         let storage = storage.map(Arc::new);
         let copier = storage.clone().map(|storage| Box::new(Copier(storage)) as Box<dyn CopyPages>);
-        let tables = Arc::new(Tables::new(pool, layout.page_size as u32, copier));
+        let page_size = layout.page_size as u32;
+        let tables = Arc::new(match leases {
+            true => Tables::with_leases(pool, page_size),
+            false => Tables::new(pool, page_size, copier),
+        });
         let (null_page, window_left) = (options.null_page, options.window_left);
         let buffers = Arc::new(Buffers::new());
         Ok(Self { tables, buffers, storage, threads, layout, null_page, window_left })

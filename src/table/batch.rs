@@ -260,6 +260,12 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
         (self.tables.versions.get(change.next_version()), num_pages)
     }
 
+    /// Version, pages and computed tokens of each item, as its work will see them.
+    pub(super) fn leased_tables(&self) -> impl Iterator<Item = (u32, u32, u32)> {
+        let pages = |change: &Change| self.tables.pages_for(change.target);
+        self.changes.iter().map(move |change| (change.next_version(), pages(change), change.computed))
+    }
+
     /// The page that holds the token at `position` of item `i`.
     #[inline]
     pub fn page(&self, i: usize, position: u32) -> PageId {

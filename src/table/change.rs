@@ -187,7 +187,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         }
         let version = self.versions.get(change.version);
         let is_last = index + 1 == change.num_pages;
-        self.pool.is_shared(if is_last { version.tail_page() } else { self.page(version, index) })
+        self.is_shared(if is_last { version.tail_page() } else { self.page(version, index) })
     }
 
     /// Makes the drafts; on failure drops them and gives all pages back.

@@ -14,11 +14,13 @@
 //! | `change` | reserving, copy-on-write, shrinking: what a writer does under its claim |
 //! | `sequence` | operations on one sequence |
 //! | `batch`, `reorder` | the transaction over many; picking among many |
+//! | `flight` | leases of work on a device, which outlives its batch |
 //! | `walk` | statistics, owners, validation |
 //! | `map` | what every page is, and who holds it |
 
 mod batch;
 mod change;
+mod flight;
 mod leaf;
 mod map;
 mod page_size;
@@ -30,6 +32,7 @@ mod version;
 mod walk;
 
 pub use batch::{BatchItem, NewTokens, Outcome, TableBatch};
+pub use flight::TableLease;
 pub use map::{PageState, PageView, SequenceHolder, Survey};
 pub use reorder::Pick;
 pub use sequence::Sequence;
@@ -40,6 +43,7 @@ use crate::ids::PageId;
 use crate::pool::PagePool;
 use crate::sync::{AtomicU32, AtomicU64, Ordering, copy_entries, prefetch};
 
+use flight::Flight;
 use leaf::Leaf;
 use page_size::PageSize;
 use slab::Slab;
@@ -82,6 +86,8 @@ pub struct Tables<const LEAF: usize = 64, const SHARDS: usize = 16> {
     /// For each page number, one more than the generation of the life for which the page was copied
     /// on write; 0 if it never was. Written only where a page is copied.
     copied_lives: Box<[AtomicU32]>,
+    /// None: batches end when their work has ended.
+    flight: Option<Flight>,
     leaves: Slab<Leaf<LEAF>>,
     versions: Slab<Version>,
     slots: Slab<Slot>,
@@ -97,10 +103,18 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
             copier,
             copied: AtomicU64::new(0),
             copied_lives: (0..num_words).map(|_| AtomicU32::new(0)).collect(),
+            flight: None,
             leaves: Slab::new(),
             versions: Slab::new(),
             slots: Slab::new(),
         }
+    }
+
+    /// Tables of pages on a device, whose work goes on after its batch has ended and holds a
+    /// [`TableLease`] until then. Batches report their copies for their caller to carry out.
+    pub fn with_leases(pool: PagePool<SHARDS>, page_size: u32) -> Self {
+        let flight = Flight::new(pool.first_page() + pool.num_pages());
+        Self { flight: Some(flight), ..Self::new(pool, page_size, None) }
     }
 
     /// The pool the pages come from.
@@ -263,7 +277,19 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         computed: u32,
         replace: Option<(u32, PageId)>,
     ) -> Result<u32> {
-        let shared = computed as usize / (LEAF * self.page_size.get() as usize);
+        let whole = computed as usize / (LEAF * self.page_size.get() as usize);
+        self.derive_sharing(base, num_pages, computed, replace, whole)
+    }
+
+    /// The same with the first `shared` leaves shared; their slots are all computed.
+    fn derive_sharing(
+        &self,
+        base: &Version,
+        num_pages: u32,
+        computed: u32,
+        replace: Option<(u32, PageId)>,
+        shared: usize,
+    ) -> Result<u32> {
         let copied = (shared * LEAF) as u32..num_pages;
         let is_replaced = |i: u32| replace.is_some_and(|(at, _)| at == i);
         for i in copied.clone().filter(|&i| !is_replaced(i)) {

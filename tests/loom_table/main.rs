@@ -7,6 +7,7 @@
 
 #![cfg(loom)]
 
+mod flight;
 mod frees;
 mod gate;
 mod leases;

@@ -96,6 +96,8 @@ impl CopyPages for Memory {
 pub(crate) struct World {
     pub(crate) tables: StdArc<Tables>,
     memory: Memory,
+    /// The tables leave copies to whoever opens a batch.
+    on_device: bool,
 }
 
 impl World {
@@ -106,7 +108,14 @@ impl World {
         let memory = Memory { slots, page_size: page_size as usize };
         let pool = PagePool::new(num_pages, 0).expect("a pool has pages");
         let tables = StdArc::new(Tables::new(pool, page_size, Some(Box::new(memory.clone()))));
-        Self { tables, memory }
+        Self { tables, memory, on_device: false }
+    }
+
+    /// The same with tables whose batches have leases that outlive them.
+    pub(crate) fn on_device(num_pages: u32, page_size: u32) -> Self {
+        let pool = PagePool::new(num_pages, 0).expect("a pool has pages");
+        let tables = StdArc::new(Tables::with_leases(pool, page_size));
+        Self { tables, on_device: true, ..Self::new(num_pages, page_size) }
     }
 
     /// An empty sequence that threads share.
@@ -129,6 +138,9 @@ impl World {
     /// Computes one more token per stamp.
     pub(crate) fn decode(&self, sequence: &Sequence, stamps: &[u64]) -> Result<()> {
         let batch = self.open(&[sequence], stamps.len() as u32)?;
+        if self.on_device {
+            self.memory.copy(batch.copies());
+        }
         self.write(&batch, 0, stamps);
         assert!(batch.end(&Outcome::Commit(None)), "nobody else ends this batch");
         Ok(())
