@@ -158,10 +158,9 @@ impl KvCache {
         let storage = storage.map(Arc::new);
         let copier = storage.clone().map(|storage| Box::new(Copier(storage)) as Box<dyn CopyPages>);
         let page_size = layout.page_size as u32;
-        let tables = Arc::new(match leases {
-            true => Tables::with_leases(pool, page_size),
-            false => Tables::new(pool, page_size, copier),
-        });
+        let tables =
+            if leases { Tables::with_leases(pool, page_size) } else { Tables::new(pool, page_size, copier) };
+        let tables = Arc::new(tables);
         let (null_page, window_left) = (options.null_page, options.window_left);
         let buffers = Arc::new(Buffers::new());
         Ok(Self { tables, buffers, storage, threads, layout, null_page, window_left })

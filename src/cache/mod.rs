@@ -148,10 +148,7 @@ impl KvCache {
             }
             Step::View(view) => {
                 self.check_view(view)?;
-                let null_slots = if self.null_page { 0..self.layout.page_size as i64 } else { 0..0 };
-                if view.slot_mapping.iter().any(|slot| null_slots.contains(slot)) {
-                    return Err(self.null_page_error());
-                }
+                self.check_slots(view)?;
                 write(&view.slot_mapping)
             }
         }
@@ -223,6 +220,16 @@ impl KvCache {
     /// to itself; nothing is copied then.
     pub fn copy_pages(&self, copies: &[[i64; 2]]) -> Result<()> {
         let storage = self.require_storage()?;
+        self.check_copies(copies)?;
+        let pages = copies.iter().map(|&[s, d]| (PageId(s as u32), PageId(d as u32)));
+        build::copy_slots(storage, &pages.map(|(s, d)| (s, d, self.layout.page_size)))
+    }
+
+    /// What [`copy_pages`](Self::copy_pages) refuses.
+    ///
+    /// # Errors
+    /// `InvalidPage`.
+    pub fn check_copies(&self, copies: &[[i64; 2]]) -> Result<()> {
         let num_pages = self.layout.num_pages as u64;
         for &[source, destination] in copies {
             let invalid = |page, reason| Err(Error::InvalidPage { page, num_pages, reason });
@@ -238,8 +245,25 @@ impl KvCache {
                 return invalid(source, "cannot be copied to itself");
             }
         }
-        let pages = copies.iter().map(|&[s, d]| (PageId(s as u32), PageId(d as u32)));
-        build::copy_slots(storage, &pages.map(|(s, d)| (s, d, self.layout.page_size)))
+        Ok(())
+    }
+
+    /// Whether a step's arrays may be used on this cache's pages: for those who do that themselves.
+    ///
+    /// # Errors
+    /// `Value` for a batch of another cache or one that has ended, `Layout` for a view of a cache with
+    /// other sizes, `InvalidPage` for one that would write the null page.
+    pub fn check_step(&self, step: Step<'_>) -> Result<()> {
+        match step {
+            Step::Batch(batch) => {
+                self.check_own(batch.tables(), "batch")?;
+                batch.check_open()
+            }
+            Step::View(view) => {
+                self.check_view(view)?;
+                self.check_slots(view)
+            }
+        }
     }
 
     /// Pages for tables of one's own; see [`PagePool::alloc`]. Only the tables know how many pages
@@ -382,6 +406,15 @@ impl KvCache {
     fn null_page_error(&self) -> Error {
         let num_pages = self.layout.num_pages as u64;
         Error::InvalidPage { page: 0, num_pages, reason: "is the null page and stays zero" }
+    }
+
+    /// The null page stays zero.
+    fn check_slots(&self, view: &BatchView) -> Result<()> {
+        let null_slots = if self.null_page { 0..self.layout.page_size as i64 } else { 0..0 };
+        if view.slot_mapping.iter().any(|slot| null_slots.contains(slot)) {
+            return Err(self.null_page_error());
+        }
+        Ok(())
     }
 
     fn check_view(&self, view: &BatchView) -> Result<()> {

@@ -4,11 +4,13 @@
 
 use std::sync::Arc;
 
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use super::array::{integers, lend};
 use super::batch_view::BatchView;
+use super::device::park;
 use super::fill::{Field, fill};
 use crate::cache::{self, KvCache};
 
@@ -23,17 +25,34 @@ use crate::cache::{self, KvCache};
 /// Pickling gives a :class:`BatchView`, the arrays without the lease.
 #[pyclass(frozen, weakref, module = "paged_kv", name = "Batch")]
 pub(crate) struct Batch {
-    batch: cache::Batch,
+    inner: cache::Batch,
     cache: Arc<KvCache>,
+    /// On a device: what was launched for it. Dropped after the batch, which closes it.
+    work: Option<Py<PyAny>>,
 }
 
 impl Batch {
     pub(super) fn inner(&self) -> &cache::Batch {
-        &self.batch
+        &self.inner
     }
 
-    pub(super) fn new(batch: cache::Batch, cache: Arc<KvCache>) -> Self {
-        Self { batch, cache }
+    pub(super) fn new(batch: cache::Batch, cache: Arc<KvCache>, work: Option<Py<PyAny>>) -> Self {
+        Self { inner: batch, cache, work }
+    }
+
+    pub(super) fn work(&self) -> Option<&Py<PyAny>> {
+        self.work.as_ref()
+    }
+
+    /// On a device the work so far is marked first: what fails does so while nothing is changed.
+    fn end(&self, py: Python<'_>, keep: Option<Vec<u32>>) -> PyResult<()> {
+        if let Some(work) = &self.work {
+            self.inner.check_open()?;
+            work.call_method0(py, intern!(py, "finish"))?;
+        }
+        self.inner.commit(keep)?;
+        park(self, py);
+        Ok(())
     }
 
     /// What stands in a table where there is no page.
@@ -47,69 +66,69 @@ impl Batch {
     /// Whether it was committed or closed.
     #[getter]
     fn is_ended(&self) -> bool {
-        self.batch.is_ended()
+        self.inner.is_ended()
     }
 
     /// Sequences in the batch.
     fn __len__(&self) -> usize {
-        self.batch.items().len()
+        self.inner.items().len()
     }
 
     /// int32 ``[B, max_pages]``: the page of each ``page_size`` tokens of each sequence. Behind a
     /// sequence's last page -1, or 0 if the cache has a null page.
     #[getter]
     fn block_table<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        let shape = vec![slf.get().__len__(), slf.get().batch.block_table()?.1];
-        lend(slf, |_| shape, |this| Ok(this.batch.block_table()?.0))
+        let shape = vec![slf.get().__len__(), slf.get().inner.block_table()?.1];
+        lend(slf, |_| shape, |this| Ok(this.inner.block_table()?.0))
     }
 
     /// int32 ``[B]``: tokens of each sequence, the new ones included.
     #[getter]
     fn seq_lens<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        lend(slf, |n| vec![n], |this| this.batch.seq_lens())
+        lend(slf, |n| vec![n], |this| this.inner.seq_lens())
     }
 
     /// int32 ``[B + 1]``: sequence ``b`` has the query rows ``cu_seqlens_q[b]:cu_seqlens_q[b + 1]``.
     #[getter]
     fn cu_seqlens_q<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        lend(slf, |n| vec![n], |this| Ok(this.batch.cu_seqlens_q()))
+        lend(slf, |n| vec![n], |this| Ok(this.inner.cu_seqlens_q()))
     }
 
     /// int64 ``[tokens]``: slot ``page * page_size + offset`` of each new token.
     #[getter]
     fn slot_mapping<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        lend(slf, |n| vec![n], |this| this.batch.slot_mapping())
+        lend(slf, |n| vec![n], |this| this.inner.slot_mapping())
     }
 
     /// int64 ``[tokens]``: position of each new token in its sequence.
     #[getter]
     fn positions<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        lend(slf, |n| vec![n], |this| this.batch.positions())
+        lend(slf, |n| vec![n], |this| this.inner.positions())
     }
 
     /// int32 ``[B + 1]``: where each sequence's pages begin in `kv_indices`.
     #[getter]
     fn kv_indptr<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        lend(slf, |n| vec![n], |this| this.batch.kv_indptr())
+        lend(slf, |n| vec![n], |this| this.inner.kv_indptr())
     }
 
     /// int32: the pages of all sequences, one sequence after another.
     #[getter]
     fn kv_indices<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        lend(slf, |n| vec![n], |this| this.batch.kv_indices())
+        lend(slf, |n| vec![n], |this| this.inner.kv_indices())
     }
 
     /// int32 ``[B]``: tokens in each sequence's last page, 1 to ``page_size``; 0 if it is empty.
     #[getter]
     fn kv_last_page_len<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        lend(slf, |n| vec![n], |this| this.batch.kv_last_page_len())
+        lend(slf, |n| vec![n], |this| this.inner.kv_last_page_len())
     }
 
     /// int64 ``[n, 2]``: source and destination of each page that was copied on write when the
     /// batch was opened. A cache without storage leaves the copies to its caller.
     #[getter]
     fn copies<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        super::batch_view::pairs(py, &self.batch.copies())
+        super::batch_view::pairs(py, &self.inner.copies())
     }
 
     /// Writes arrays into larger buffers of one's own, as graphs of fixed shapes want them.
@@ -155,7 +174,7 @@ impl Batch {
             (Field::KvIndices, kv_indices),
             (Field::KvLastPageLen, kv_last_page_len),
         ];
-        fill(&self.batch, self.no_page(), buffers)
+        fill(&self.inner, self.no_page(), buffers)
     }
 
     /// Counts new tokens as computed, and ends the batch.
@@ -170,49 +189,53 @@ impl Batch {
     /// ------
     /// ValueError
     ///     Where it has ended, or keeps more than there are. Nothing is changed then.
+    /// DeviceError
+    ///     Where the device refuses. The batch is still open then.
     ///
     /// Notes
     /// -----
     /// Slots that were reserved beyond the batch are dropped too. A sequence that was freed
     /// meanwhile is skipped.
     #[pyo3(signature = (num_tokens=None))]
-    fn commit(&self, num_tokens: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    fn commit(&self, py: Python<'_>, num_tokens: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let keep = num_tokens.map(|keep| integers("num_tokens", keep)).transpose()?;
-        Ok(self.batch.commit(keep)?)
+        self.end(py, keep)
     }
 
     /// Ends the batch as if it had never been opened; does nothing where it has ended.
-    fn close(&self) {
-        self.batch.close();
+    fn close(&self, py: Python<'_>) {
+        self.inner.close();
+        park(self, py);
     }
 
     fn __enter__(slf: PyRef<'_, Self>) -> PyResult<PyRef<'_, Self>> {
-        slf.batch.check_open()?;
+        slf.inner.check_open()?;
         Ok(slf)
     }
 
     #[pyo3(signature = (exc_type, exc_value, traceback))]
     fn __exit__(
         &self,
+        py: Python<'_>,
         exc_type: &Bound<'_, PyAny>,
         exc_value: &Bound<'_, PyAny>,
         traceback: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let _ = (exc_value, traceback);
-        if !exc_type.is_none() {
-            self.batch.close();
-        } else if !self.batch.is_ended() {
-            self.batch.commit(None)?;
+        let commits = exc_type.is_none() && !self.inner.is_ended();
+        let ended = if commits { self.end(py, None) } else { Ok(()) };
+        if !self.inner.is_ended() {
+            self.close(py);
         }
-        Ok(())
+        ended
     }
 
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        BatchView::new(self.batch.view()?, self.no_page()).reduce(py)
+        BatchView::new(self.inner.view()?, self.no_page()).reduce(py)
     }
 
     fn __repr__(&self) -> String {
-        let state = if self.batch.is_ended() { "ended" } else { "open" };
-        format!("paged_kv.Batch({} sequences, {state})", self.batch.items().len())
+        let state = if self.inner.is_ended() { "ended" } else { "open" };
+        format!("paged_kv.Batch({} sequences, {state})", self.inner.items().len())
     }
 }

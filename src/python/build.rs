@@ -37,13 +37,16 @@ pub(super) struct Rest {
     pub(super) region: RegionOptions,
 }
 
-/// Where pages may lie.
-pub(super) fn check_device(device: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-    match device.map(PyAnyMethods::str).transpose()? {
-        Some(device) if device != "cpu" => {
-            Err(PyValueError::new_err(format!("device {device} is not supported: only cpu is")))
+impl Rest {
+    /// All that a cache is made of.
+    pub(super) fn options(&self, sizes: &Sizes<'_, '_>, layout: CacheLayout) -> CacheOptions {
+        CacheOptions {
+            layout,
+            null_page: sizes.null_page,
+            window_left: self.window_left,
+            num_threads: self.num_threads,
+            region: self.region,
         }
-        _ => Ok(()),
     }
 }
 
@@ -54,15 +57,7 @@ pub(super) fn cache(
     rest: &Rest,
     storage: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<KvCache> {
-    let null_page = sizes.null_page;
-    let options = |layout: CacheLayout| CacheOptions {
-        layout,
-        null_page,
-        window_left: rest.window_left,
-        num_threads: rest.num_threads,
-        region: rest.region,
-    };
-    let kept_back = usize::from(null_page);
+    let kept_back = usize::from(sizes.null_page);
     let (layout, arrays) = match storage {
         None => (layout(sizes)?, None),
         Some(storage) => {
@@ -72,7 +67,7 @@ pub(super) fn cache(
             (CacheLayout { num_pages, ..physical }, Some(arrays))
         }
     };
-    let options = options(layout);
+    let options = rest.options(sizes, layout);
     let Some(scales) = head_scales(sizes, &layout)? else {
         return Ok(match arrays {
             None => py.detach(|| KvCache::new(&options))?,
@@ -109,7 +104,7 @@ fn head_scales(sizes: &Sizes<'_, '_>, layout: &CacheLayout) -> PyResult<Option<[
 }
 
 /// The layout of memory of its own.
-fn layout(sizes: &Sizes<'_, '_>) -> PyResult<CacheLayout> {
+pub(super) fn layout(sizes: &Sizes<'_, '_>) -> PyResult<CacheLayout> {
     let needed = |name: &str, value: Option<usize>| match value {
         Some(value) => Ok(value),
         None if sizes.num_layers == 0 => Ok(0),

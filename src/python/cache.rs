@@ -9,9 +9,9 @@ use pyo3::prelude::*;
 
 use super::array::integers;
 use super::batch::Batch;
-use super::batch_view::parse_pairs;
 use super::build::{self, Rest, Sizes};
 use super::convert::{Number, given};
+use super::device::{Device, Place};
 use super::leases::LeaseTracker;
 use super::pool::PagePool;
 use super::sequence::Sequence;
@@ -60,14 +60,16 @@ use crate::storage::RegionOptions;
 ///     What :meth:`attend` uses where it is given none: keys to the left of its own position that a
 ///     query sees; -1 for all.
 /// device : str
-///     ``"cpu"``.
+///     ``"cpu"``, or ``"ascend:N"`` (also ``"npu:N"``): the NPU of that number holds the pages and
+///     attends, in float16 or bfloat16. See :mod:`paged_kv.ascend`.
 /// storage : iterable of pairs of arrays, optional
 ///     ``(key_pages, value_pages)`` of each layer, writable, each ``[num_pages, *page]`` in the order
 ///     of `layout`: the cache works on these arrays and keeps them alive. Sizes that are not given
 ///     are theirs. Nobody else may write pages that the cache has handed out. Quantised ones (int8,
 ///     or uint8 as the bits of float8_e4m3fn) without `k_scale` and `v_scale` bring their scales:
 ///     ``(key_pages, value_pages, key_scales, value_scales)``, float32, axes as of pages without
-///     the last. What belongs to values in keys is None.
+///     the last. What belongs to values in keys is None. On a device:
+///     pairs of arrays there.
 /// null_page : bool
 ///     Keeps page 0 back, outside `num_pages`: zeros, which padding may refer to.
 /// num_threads : int, optional
@@ -83,6 +85,8 @@ use crate::storage::RegionOptions;
 ///     For sizes that make no sense.
 /// CacheMemoryError
 ///     Where the memory can't be had.
+/// DeviceError
+///     Where the device can't be used; :class:`paged_kv.ascend.UnavailableError` says what is missing.
 ///
 /// Examples
 /// --------
@@ -139,13 +143,15 @@ pub(crate) struct KvCache {
     /// Threads for attention.
     #[pyo3(get)]
     num_threads: usize,
-    /// ``"cpu"``.
+    /// Where the pages lie: ``"cpu"``, ``"ascend:0"``.
     #[pyo3(get)]
-    device: &'static str,
+    device: String,
+    /// What works on the pages, where that isn't this processor.
+    pub(super) backend: Option<Device>,
 }
 
 impl KvCache {
-    fn new(cache: cache::KvCache) -> Self {
+    fn new(cache: cache::KvCache, place: Place, backend: Option<Device>) -> Self {
         let layout = *cache.layout();
         Self {
             num_layers: layout.num_layers,
@@ -160,10 +166,16 @@ impl KvCache {
             window_left: cache.window_left(),
             null_page: cache.has_null_page(),
             num_threads: cache.threads().num_threads(),
-            device: "cpu",
+            device: place.name(),
+            backend,
             cache: Arc::new(cache),
             leases: LeaseTracker::new(),
         }
+    }
+
+    /// On a device, ends the leases of work that it has done.
+    pub(super) fn poll(&self, py: Python<'_>) -> PyResult<()> {
+        self.backend.as_ref().map_or(Ok(()), |device| device.poll(py).map(drop))
     }
 }
 
@@ -200,7 +212,7 @@ impl KvCache {
         huge_pages: &str,
         overcommit: bool,
     ) -> PyResult<Self> {
-        build::check_device(device)?;
+        let place = Place::parse(device)?;
         let order = layout.parse()?;
         let sizes = Sizes {
             num_layers: num_layers.0,
@@ -219,13 +231,17 @@ impl KvCache {
         };
         let region = RegionOptions { huge_pages: huge_pages.parse()?, overcommit };
         let rest = Rest { window_left: window_left.0, num_threads: given(num_threads), region };
-        Ok(Self::new(build::cache(py, &sizes, &rest, storage)?))
+        if let Place::Ascend(index) = place {
+            let (cache, device) = Device::open(py, index, &sizes, &rest, storage)?;
+            return Ok(Self::new(cache, place, Some(device)));
+        }
+        Ok(Self::new(build::cache(py, &sizes, &rest, storage)?, place, None))
     }
 
     /// The pool that pages come from, for those who keep tables of their own.
     #[getter]
     fn pool(&self) -> PagePool {
-        PagePool::new(Arc::clone(&self.cache))
+        PagePool::new(Arc::clone(&self.cache), self.backend.clone())
     }
 
     /// A new sequence, without a token and without a page.
@@ -247,7 +263,8 @@ impl KvCache {
             Some(token_ids) => integers("token_ids", token_ids)?,
             None => Vec::new(),
         };
-        Ok(Sequence::new(self.cache.sequence(&token_ids), Arc::clone(&self.cache)))
+        let sequence = self.cache.sequence(&token_ids);
+        Ok(Sequence::new(sequence, Arc::clone(&self.cache), self.backend.clone()))
     }
 
     /// One sequence per index, as beam search and continuous batching want it.
@@ -277,7 +294,7 @@ impl KvCache {
         seqs: &Bound<'py, PyAny>,
         indices: &Bound<'py, PyAny>,
     ) -> PyResult<Vec<Bound<'py, Sequence>>> {
-        step::reorder(py, &self.cache, seqs, indices)
+        step::reorder(py, &self.cache, self.backend.as_ref(), seqs, indices)
     }
 
     /// Opens a batch: reserves missing slots, copies shared tail pages, and takes a lease.
@@ -294,8 +311,9 @@ impl KvCache {
     /// num_queries : int or array of int or sequence of int, optional
     ///     Query rows of each sequence, where they are not the new tokens (cross-attention): more
     ///     than it has tokens only where positions don't count (not causal, no window, no ALiBi).
-    /// stream : None
-    ///     A cache in host memory has none.
+    /// stream : optional
+    ///     On a device, where the batch's work takes its turn: a :class:`paged_kv.ascend.Stream`, a
+    ///     handle, or a torch_npu stream; the cache's own one if None. Host memory has none.
     ///
     /// Returns
     /// -------
@@ -321,10 +339,12 @@ impl KvCache {
         num_queries: Option<&Bound<'py, PyAny>>,
         stream: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, Batch>> {
-        if stream.is_some() {
+        let device = self.backend.as_ref();
+        if stream.is_some() && device.is_none() {
             return Err(PyValueError::new_err("a cache in host memory has no stream"));
         }
-        let batch = step::open(py, &self.cache, seqs, num_new_tokens, token_ids, num_queries)?;
+        let batch =
+            step::open(py, &self.cache, seqs, num_new_tokens, token_ids, num_queries, device, stream)?;
         let batch = Bound::new(py, batch)?;
         self.leases.note(&batch)?;
         Ok(batch)
@@ -338,7 +358,8 @@ impl KvCache {
     ///     Which layer.
     /// key : array
     ///     ``[tokens, num_kv_heads, head_dim]``: numpy or DLPack in host memory, float32, float16 or
-    ///     bfloat16 (or its bits as uint16), last axis contiguous; converted to the cache's dtype.
+    ///     bfloat16 (or its bits as uint16), last axis contiguous; converted to the cache's dtype. On
+    ///     a device also contiguous arrays there, in the cache's dtype, ready on the batch's stream.
     /// value : array
     ///     ``[tokens, num_kv_heads, v_head_dim]``; None with `value_in_key`.
     /// batch : Batch or BatchView
@@ -360,13 +381,16 @@ impl KvCache {
         value: Option<&Bound<'_, PyAny>>,
         batch: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        step::write(py, &self.cache, layer.0, key, value, batch)
+        match &self.backend {
+            Some(device) => device.write(&self.cache, layer.0, key, value, batch),
+            None => step::write(py, &self.cache, layer.0, key, value, batch),
+        }
     }
 
     /// Attention of a batch's queries over the keys and values of one layer.
     ///
     /// Defined as in :func:`paged_attention`. A sequence's result does not depend on the rest of the
-    /// batch, to the bit.
+    /// batch, to the bit; on a device it may, by how decoding is split.
     ///
     /// Parameters
     /// ----------
@@ -375,15 +399,18 @@ impl KvCache {
     /// query : array
     ///     ``[tokens, num_heads, head_dim]``: numpy or DLPack in host memory, float32, float16 or
     ///     bfloat16 (or its bits as uint16), last axis contiguous. `num_kv_heads` divides
-    ///     `num_heads`.
+    ///     `num_heads`. On a device also a contiguous array there in the cache's dtype: then nothing
+    ///     is waited for. One of the host is copied there in the cache's dtype, and waited for.
     /// batch : Batch or BatchView
     ///     Says whose keys each row sees.
     /// scale, causal, logits_soft_cap, alibi_slopes, sinks, return_lse, return_error_bound : optional
-    ///     As in :func:`paged_attention`.
+    ///     As in :func:`paged_attention`. Devices have neither `alibi_slopes` nor `sinks`
+    ///     nor a bound.
     /// window_left : int, optional
     ///     Keys to the left of its own position that a query sees; -1 for all, the cache's if None.
     /// out : array, optional
-    ///     ``[tokens, num_heads, v_head_dim]`` in the query's dtype: written and returned.
+    ///     ``[tokens, num_heads, v_head_dim]`` in the query's dtype: written and returned. Needed for a
+    ///     query on a device.
     ///
     /// Returns
     /// -------
@@ -431,24 +458,10 @@ impl KvCache {
             return_error_bound,
             out,
         };
-        step::attend(py, &self.cache, layer.0, query, batch, &options)
-    }
-
-    /// Copies whole pages in every layer, in order: what :attr:`BatchView.copies` asks for.
-    ///
-    /// Parameters
-    /// ----------
-    /// copies : array of int or sequence of (int, int)
-    ///     ``[n, 2]``: source and destination of each copy.
-    ///
-    /// Raises
-    /// ------
-    /// InvalidPageError
-    ///     For a page outside the cache, the null page as destination, or a page copied to itself.
-    ///     Nothing is copied then.
-    fn copy_pages(&self, py: Python<'_>, copies: &Bound<'_, PyAny>) -> PyResult<()> {
-        let copies = parse_pairs("copies", copies)?;
-        Ok(py.detach(|| self.cache.copy_pages(&copies))?)
+        match &self.backend {
+            Some(device) => device.attend(&self.cache, layer.0, query, batch, &options),
+            None => step::attend(py, &self.cache, layer.0, query, batch, &options),
+        }
     }
 
     fn __repr__(&self) -> String {

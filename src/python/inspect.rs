@@ -26,13 +26,14 @@ impl KvCache {
     /// -------
     /// dict
     ///     ``total_pages``, the sum of ``free_pages``, ``live_pages``, ``cached_pages`` and
-    ///     ``deferred_pages`` (those that only open batches still hold); ``shared_pages`` (live,
+    ///     ``deferred_pages`` (those that only open batches, or work on a device, still hold); ``shared_pages`` (live,
     ///     with more than one holder), ``copied_pages`` (on write, since the start), ``sequences``,
     ///     ``tokens`` (computed, summed over sequences), ``stored_tokens`` (shared ones counted
     ///     once), ``reserved_tokens``, ``total_bytes``, ``used_bytes``, and ``waste`` (0 to 1: the
     ///     part of the sequences' slots without a computed token). Exact when nothing runs.
     #[pyo3(signature = (detail=false))]
     fn stats<'py>(&self, py: Python<'py>, detail: bool) -> PyResult<Bound<'py, PyDict>> {
+        self.poll(py)?;
         let stats = py.detach(|| self.cache.stats(detail))?;
         stats::dict(py, &stats, detail)
     }

@@ -10,6 +10,7 @@ mod bench;
 mod build;
 mod cache;
 mod convert;
+mod device;
 mod error;
 mod fill;
 mod functions;
@@ -39,6 +40,8 @@ mod _core {
     };
     #[pymodule_export]
     use super::cache::KvCache;
+    #[pymodule_export]
+    use super::device::PageLease;
     #[pymodule_export]
     use super::functions::{
         alibi_slopes, isa, kv_bytes_per_token, merge_states, paged_attention, set_isa, write_pages,

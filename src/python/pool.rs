@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 
 use super::array::integers;
 use super::convert::Number;
+use super::device::{Device, patiently};
 use crate::cache::KvCache;
 use crate::ids::PageHandle;
 
@@ -18,11 +19,11 @@ use crate::ids::PageHandle;
 /// handles are refused, so none can touch the page's next owner. Sequences take their pages from
 /// the same pool. Got by :attr:`KvCache.pool`.
 #[pyclass(frozen, module = "paged_kv", name = "PagePool")]
-pub(crate) struct PagePool(Arc<KvCache>);
+pub(crate) struct PagePool(Arc<KvCache>, Option<Device>);
 
 impl PagePool {
-    pub(super) fn new(cache: Arc<KvCache>) -> Self {
-        Self(cache)
+    pub(super) fn new(cache: Arc<KvCache>, device: Option<Device>) -> Self {
+        Self(cache, device)
     }
 }
 
@@ -36,8 +37,11 @@ impl PagePool {
 
     /// Pages that an allocation could take now.
     #[getter]
-    fn num_free(&self) -> u64 {
-        self.0.pool().num_free()
+    fn num_free(&self, py: Python<'_>) -> PyResult<u64> {
+        if let Some(device) = &self.1 {
+            device.poll(py)?;
+        }
+        Ok(self.0.pool().num_free())
     }
 
     /// Takes `n` pages, each with a reference count of 1: all of them or none.
@@ -59,7 +63,8 @@ impl PagePool {
     /// NeverFitsError
     ///     Where the pool is smaller.
     fn alloc<'py>(&self, py: Python<'py>, n: Number<usize>) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        let handles = self.0.alloc(n.0)?.into_iter().map(|handle| handle.0).collect();
+        let handles = patiently(py, self.1.as_ref(), || Ok(self.0.alloc(n.0)?))?;
+        let handles = handles.into_iter().map(|handle| handle.0).collect();
         Ok(PyArray1::from_vec(py, handles))
     }
 

@@ -10,6 +10,7 @@ use pyo3::types::PyString;
 
 use super::array::integers;
 use super::convert::{Number, given};
+use super::device::{Device, patiently};
 use crate::cache::KvCache;
 use crate::ids::TokenId;
 use crate::table;
@@ -23,17 +24,18 @@ use crate::table;
 /// ``len(sequence)`` counts the slots that are reserved, in tokens.
 #[pyclass(frozen, weakref, module = "paged_kv", name = "Sequence")]
 pub(crate) struct Sequence {
-    sequence: table::Sequence,
+    inner: table::Sequence,
     cache: Arc<KvCache>,
+    device: Option<Device>,
 }
 
 impl Sequence {
-    pub(super) fn new(sequence: table::Sequence, cache: Arc<KvCache>) -> Self {
-        Self { sequence, cache }
+    pub(super) fn new(sequence: table::Sequence, cache: Arc<KvCache>, device: Option<Device>) -> Self {
+        Self { inner: sequence, cache, device }
     }
 
     pub(super) fn inner(&self) -> &table::Sequence {
-        &self.sequence
+        &self.inner
     }
 }
 
@@ -42,35 +44,35 @@ impl Sequence {
     /// A number that no other sequence of this cache ever has.
     #[getter]
     fn id(&self) -> u64 {
-        self.sequence.id()
+        self.inner.id()
     }
 
     fn __len__(&self) -> PyResult<usize> {
-        Ok(self.sequence.len()? as usize)
+        Ok(self.inner.len()? as usize)
     }
 
     /// Tokens written in all layers and committed: what forks and other leases see.
     #[getter]
     fn num_computed_tokens(&self) -> PyResult<u32> {
-        Ok(self.sequence.num_computed_tokens()?)
+        Ok(self.inner.num_computed_tokens()?)
     }
 
     /// Whether :meth:`free` was called.
     #[getter]
     fn is_freed(&self) -> bool {
-        self.sequence.is_freed()
+        self.inner.is_freed()
     }
 
     /// The physical pages in logical order, reserved ones too: int32 ``[pages]``, a copy.
     #[getter]
     fn block_table<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        Ok(PyArray1::from_vec(py, self.sequence.block_table()?))
+        Ok(PyArray1::from_vec(py, self.inner.block_table()?))
     }
 
     /// Token ids that were given ahead and that no batch has computed yet: uint32, a copy.
     #[getter]
     fn pending_token_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u32>>> {
-        Ok(PyArray1::from_vec(py, self.sequence.pending_ids()?))
+        Ok(PyArray1::from_vec(py, self.inner.pending_ids()?))
     }
 
     /// Reserves slots for `n` more tokens, ahead of a batch.
@@ -92,8 +94,8 @@ impl Sequence {
     /// Notes
     /// -----
     /// A tail page that others can see is copied first (copy-on-write), its computed tokens only.
-    fn append(&self, n: Number<u32>) -> PyResult<()> {
-        Ok(self.sequence.append(n.0)?)
+    fn append(&self, py: Python<'_>, n: Number<u32>) -> PyResult<()> {
+        patiently(py, self.device.as_ref(), || Ok(self.inner.append(n.0)?))
     }
 
     /// :meth:`append` for tokens whose ids are known.
@@ -104,8 +106,9 @@ impl Sequence {
     ///     ``[n]``; batches take them in order unless they are given `token_ids` of their own, which
     ///     must be the same.
     fn extend(&self, token_ids: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = token_ids.py();
         let token_ids: Vec<TokenId> = integers("token_ids", token_ids)?;
-        Ok(self.sequence.extend(&token_ids)?)
+        patiently(py, self.device.as_ref(), || Ok(self.inner.extend(&token_ids)?))
     }
 
     /// A new sequence with this one's computed tokens.
@@ -123,7 +126,7 @@ impl Sequence {
     /// SequenceFreedError
     ///     Where this sequence was freed.
     fn fork(&self) -> PyResult<Self> {
-        Ok(Self::new(self.sequence.fork()?, Arc::clone(&self.cache)))
+        Ok(Self::new(self.inner.fork()?, Arc::clone(&self.cache), self.device.clone()))
     }
 
     /// Leaves the first `n` tokens.
@@ -140,7 +143,7 @@ impl Sequence {
     /// SequenceBusyError, SequenceFreedError
     ///     Where it is being changed, or freed. Nothing is changed then.
     fn truncate(&self, n: Number<u32>) -> PyResult<()> {
-        Ok(self.sequence.truncate(n.0)?)
+        Ok(self.inner.truncate(n.0)?)
     }
 
     /// Declares tokens computed that were written without a batch.
@@ -158,7 +161,7 @@ impl Sequence {
     ///     Where it is being changed, or freed. Nothing is changed then.
     #[pyo3(signature = (n=None))]
     fn commit(&self, n: Option<Number<u32>>) -> PyResult<()> {
-        Ok(self.sequence.commit(given(n))?)
+        Ok(self.inner.commit(given(n))?)
     }
 
     /// Gives all pages back.
@@ -166,7 +169,7 @@ impl Sequence {
     /// Never fails and never waits; a second call does nothing. Pages that an open batch or another
     /// sequence holds stay until they let go.
     fn free(&self) {
-        self.sequence.free();
+        self.inner.free();
     }
 
     /// Address of one reserved token's key or value.
@@ -195,13 +198,17 @@ impl Sequence {
         text_signature = "($self, layer, position, which, *, head=0)")]
     fn physical_address(
         &self,
+        py: Python<'_>,
         layer: Number<usize>,
         position: Number<u64>,
         which: &str,
         head: Number<usize>,
     ) -> PyResult<usize> {
         let which = which.parse()?;
-        Ok(self.cache.physical_address(&self.sequence, layer.0, position.0, which, head.0)?)
+        if let Some(device) = &self.device {
+            return device.physical_address(py, &self.inner, layer.0, position.0, which, head.0);
+        }
+        Ok(self.cache.physical_address(&self.inner, layer.0, position.0, which, head.0)?)
     }
 
     /// Translates an offset in this sequence's logical memory to one in a layer's physical memory.
@@ -221,16 +228,16 @@ impl Sequence {
     /// ValueError
     ///     Where the offset lies beyond the sequence's pages.
     fn physical_offset(&self, byte_offset: Number<u64>) -> PyResult<u64> {
-        Ok(self.cache.physical_offset(&self.sequence, byte_offset.0)?)
+        Ok(self.cache.physical_offset(&self.inner, byte_offset.0)?)
     }
 
-    /// Asks the processor to fetch this sequence's computed pages into its cache.
+    /// Asks the processor, or the device, to fetch this sequence's computed pages into its cache.
     ///
     /// Parameters
     /// ----------
     /// max_bytes : int
     ///     At most so many bytes, first layer first; more than the processor's cache holds is of no
-    ///     use.
+    ///     use. A device is asked for no more than its cache holds.
     ///
     /// Returns
     /// -------
@@ -238,12 +245,15 @@ impl Sequence {
     ///     Bytes asked for. Nothing is changed.
     #[pyo3(signature = (*, max_bytes=Number(1 << 20)), text_signature = "($self, *, max_bytes=1048576)")]
     fn prefetch(&self, py: Python<'_>, max_bytes: Number<usize>) -> PyResult<usize> {
-        Ok(py.detach(|| self.cache.prefetch(&self.sequence, max_bytes.0))?)
+        match &self.device {
+            Some(device) => device.prefetch(py, &self.cache, &self.inner, max_bytes.0),
+            None => Ok(py.detach(|| self.cache.prefetch(&self.inner, max_bytes.0))?),
+        }
     }
 
     fn __repr__<'py>(&self, py: Python<'py>) -> Bound<'py, PyString> {
-        let id = self.sequence.id();
-        let text = match (self.sequence.len(), self.sequence.num_computed_tokens()) {
+        let id = self.inner.id();
+        let text = match (self.inner.len(), self.inner.num_computed_tokens()) {
             (Ok(len), Ok(computed)) => {
                 format!("paged_kv.Sequence(id={id}, len={len}, num_computed_tokens={computed})")
             }

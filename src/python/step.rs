@@ -7,7 +7,9 @@ use pyo3::prelude::*;
 use super::arguments::{BatchArgument, Counts, Sequences};
 use super::array::{Array, Output, integers};
 use super::batch::Batch;
+use super::batch_view::pairs;
 use super::convert::{Number, given};
+use super::device::{self, Device};
 use super::functions::row_buffer;
 use super::sequence::Sequence;
 use crate::attention::AttentionOptions;
@@ -27,6 +29,8 @@ pub(super) fn open(
     num_new_tokens: Option<&Bound<'_, PyAny>>,
     token_ids: Option<&Bound<'_, PyAny>>,
     num_queries: Option<&Bound<'_, PyAny>>,
+    device: Option<&Device>,
+    stream: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Batch> {
     let seqs = Sequences::new(seqs)?;
     let new_tokens = num_new_tokens.map(|n| Counts::parse("num_new_tokens", n)).transpose()?;
@@ -45,14 +49,18 @@ pub(super) fn open(
     // milliseconds; copying shared pages, or filling a long prompt's table, is worth it.
     let tokens = new_tokens.as_ref().map_or(0, |n| n.total(inner.len()));
     let is_short = cache.storage().is_none() && tokens <= SHORT;
-    let batch = if is_short { open()? } else { py.detach(open)? };
-    Ok(Batch::new(batch, Arc::clone(cache)))
+    let open = || Ok(if is_short { open()? } else { py.detach(open)? });
+    let batch = device::patiently(py, device, open)?;
+    let copies = device.map(|_| pairs(py, &batch.copies())).transpose()?;
+    let work = device.zip(copies).map(|(device, copies)| device.begin(&batch, copies, stream)).transpose()?;
+    Ok(Batch::new(batch, Arc::clone(cache), work))
 }
 
 /// See `KvCache.reorder`.
 pub(super) fn reorder<'py>(
     py: Python<'py>,
     cache: &Arc<KvCache>,
+    device: Option<&Device>,
     seqs: &Bound<'py, PyAny>,
     indices: &Bound<'py, PyAny>,
 ) -> PyResult<Vec<Bound<'py, Sequence>>> {
@@ -61,7 +69,7 @@ pub(super) fn reorder<'py>(
         integers::<u64>("indices", indices)?.into_iter().map(|index| index as usize).collect();
     let object = |pick| match pick {
         Pick::Moved(index) => seqs.object(index),
-        Pick::Forked(fork) => Bound::new(py, Sequence::new(fork, Arc::clone(cache))),
+        Pick::Forked(fork) => Bound::new(py, Sequence::new(fork, Arc::clone(cache), device.cloned())),
     };
     cache.reorder(&seqs.inner()?, &indices)?.into_iter().map(object).collect()
 }

@@ -30,10 +30,13 @@ def test_the_message_is_what_the_emulation_says() -> None:
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("page", ["README.zh-CN.md", "docs/ascend.md"])
 def test_what_the_pages_show_runs_on_the_fake_runtime(page: str) -> None:
-    (program,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    programs = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
-    exec(compile(program, page, "exec"), names)
+    for program in programs:
+        exec(compile(program, page, "exec"), names)
     assert (names["back"] == np.arange(1024)).all()
+    if page.startswith("docs"):
+        assert names["sequence"].num_computed_tokens == len(names["out"]) == 5
 
 
 def test_the_chinese_table_explains_known_codes() -> None:

@@ -12,7 +12,16 @@ from paged_kv.ascend.kernels import KernelLibrary, load_kernels
 from paged_kv.ascend.memory import DeviceMemory, PinnedMemory, allocate, pinned
 from paged_kv.ascend.runtime import shutdown
 from paged_kv.ascend.stream import Event, Stream
-from paged_kv.ascend.tiling import CopyTiling, DecodeArrays, DecodeTiling, Shape, WriteTiling
+from paged_kv.ascend.tensor import DeviceTensor, as_tensor, empty
+from paged_kv.ascend.tiling import (
+    CopyTiling,
+    DecodeArrays,
+    DecodeTiling,
+    PrefillArrays,
+    PrefillTiling,
+    Shape,
+    WriteTiling,
+)
 
 __all__ = [
     "Availability",
@@ -22,18 +31,23 @@ __all__ = [
     "Device",
     "DeviceError",
     "DeviceMemory",
+    "DeviceTensor",
     "Event",
     "Info",
     "KernelBinary",
     "KernelLibrary",
     "MemoryInfo",
     "PinnedMemory",
+    "PrefillArrays",
+    "PrefillTiling",
     "Shape",
     "Stream",
     "UnavailableError",
     "WriteTiling",
     "allocate",
+    "as_tensor",
     "build_kernels",
+    "empty",
     "info",
     "is_available",
     "load_kernels",

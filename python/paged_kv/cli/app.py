@@ -83,7 +83,13 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
     model: Model = None,
     page_size: PageSize = 16,
-    dtype: Dtype = "float32",
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="Of keys and values. float32 if not given, float16 on a device."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="Where keys and values are: cpu, ascend:0 (an NPU).")
+    ] = "cpu",
     json_lines: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per prompt, with token ids.")
     ] = False,
@@ -103,6 +109,7 @@ def generate(
             model=model,
             page_size=page_size,
             dtype=dtype,
+            device=device,
             json_lines=json_lines,
             telemetry=telemetry,
         )

@@ -27,7 +27,8 @@ def run_generate(
     raw: bool,
     model: Path | None,
     page_size: int,
-    dtype: str,
+    dtype: str | None,
+    device: str,
     json_lines: bool,
     telemetry: Path | None,
 ) -> None:
@@ -45,7 +46,7 @@ def run_generate(
         Continue the prompts as plain text.
     model : Path, optional
         GGUF file; None takes the reference model.
-    page_size, dtype
+    page_size, dtype, device
         Of the cache.
     json_lines : bool
         Print one JSON object per prompt instead of text.
@@ -63,7 +64,9 @@ def run_generate(
     params = replace(params, stop_ids=tokenizer.stop_ids)
     # Room for every answer at full length, each with a partly filled page of its own.
     num_tokens = sum(len(ids) + params.max_tokens + page_size for ids in encoded)
-    cache = new_cache(language_model.config, num_tokens=num_tokens, page_size=page_size, dtype=dtype)
+    cache = new_cache(
+        language_model.config, num_tokens=num_tokens, page_size=page_size, dtype=dtype, device=device
+    )
     headings = Console(stderr=True, highlight=False)
     with (
         publishing(cache, telemetry, "paged-kv generate"),

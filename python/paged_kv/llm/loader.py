@@ -66,8 +66,9 @@ def new_cache(
     *,
     num_tokens: int,
     page_size: int = 16,
-    dtype: str = "float32",
+    dtype: str | None = None,
     num_threads: int | None = None,
+    device: str = "cpu",
 ) -> paged_kv.KvCache:
     """Make a KV cache of a model's shape.
 
@@ -79,10 +80,12 @@ def new_cache(
         Slots it should have at least; rounded up to whole pages.
     page_size : int
         Tokens per page.
-    dtype : str
-        Element type of keys and values.
+    dtype : str, optional
+        Element type of keys and values. None: float32, on an NPU float16, which its kernels take.
     num_threads : int, optional
         Threads that attend; None leaves it to the cache.
+    device : str
+        Where keys and values are kept, and attention is computed; as for `paged_kv.KvCache`.
     """
     return paged_kv.KvCache(
         num_layers=config.num_layers,
@@ -90,6 +93,7 @@ def new_cache(
         head_dim=config.head_dim,
         page_size=page_size,
         num_pages=-(-num_tokens // page_size),
-        dtype=dtype,
+        dtype=dtype or ("float32" if device == "cpu" else "float16"),
         num_threads=num_threads,
+        device=device,
     )

@@ -1,0 +1,308 @@
+"""The pages of a cache on a device, and what is done with them, for ``KvCache(device="ascend:0")``.
+
+The cache keeps tables, counts and leases on the host and decides; this holds the memory and launches.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from paged_kv.ascend.acl import ATTR_L2
+from paged_kv.ascend.device import open_device
+from paged_kv.ascend.flight import Flight, Flights
+from paged_kv.ascend.kernels import load_kernels
+from paged_kv.ascend.lane import Lane
+from paged_kv.ascend.stream import Stream
+from paged_kv.ascend.tensor import DeviceTensor, device_tensor, empty
+from paged_kv.ascend.tiling import DTYPES, WriteTiling
+from paged_kv.ascend.work import Work
+from paged_kv.errors import CacheMemoryError, LayoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from paged_kv._core import PageLease
+
+__all__ = ["Backend", "Measured", "measure"]
+
+L2_BYTES = 96 << 20
+"""Bytes of the smallest second-level cache among Atlas A2 and A3, where the runtime doesn't tell."""
+
+
+class Backend:
+    """Keys and values of all layers on one device.
+
+    Parameters
+    ----------
+    index : int
+        The device's number.
+    num_layers, num_pages, page_size, num_kv_heads, head_dim, v_head_dim : int
+        Sizes; `num_pages` with the null page.
+    dtype : str
+        ``"float16"`` or ``"bfloat16"``.
+    layout : str
+        ``"HND"`` or ``"NHD"``.
+    null_page : bool
+        Page 0 is kept at zero.
+    storage : iterable of pairs of device arrays, optional
+        ``(key_pages, value_pages)`` of each layer, to be used instead of memory of one's own.
+
+    Raises
+    ------
+    LayoutError
+        The kernels can't do it, by name and number.
+    CacheMemoryError
+        The device has less free memory.
+    DeviceError
+        It can't be opened, or there is no kernel library.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: str,
+        layout: str,
+        null_page: bool,
+        storage: Iterable[Any] | None = None,
+    ) -> None:
+        where = f"ascend:{index}"
+        if dtype not in DTYPES:
+            raise LayoutError(f"{where}: dtype {dtype}; the kernels take {' and '.join(DTYPES)}")
+        if v_head_dim != head_dim:
+            raise LayoutError(f"{where}: v_head_dim {v_head_dim} and head_dim {head_dim} have to be equal")
+        self.device = open_device(index)
+        self.kernels = load_kernels()
+        self.write_tiling = self.kernels.plan_write_pages(
+            WriteTiling(num_tokens=1, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size),
+            layout,
+        )
+        self.num_cores = self.device.num_vector_cores
+        self.num_pages, self.page_size = num_pages, page_size
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.dtype, self.layout = dtype, layout
+        inner = [num_kv_heads, page_size] if layout == "HND" else [page_size, num_kv_heads]
+        self._shape = (num_pages, *inner, head_dim)
+        self.page_bytes = num_kv_heads * page_size * head_dim * 2
+        self._l2_bytes: int | None = None
+        if storage is None:
+            self._layers = self._allocate(num_layers)
+        else:
+            self._layers = self._adopt(num_layers, storage)
+        if null_page:
+            for pair in self._layers:
+                for tensor in pair:
+                    tensor.memory[: self.page_bytes].fill(0)
+        self.flights = Flights()
+        self._lock = threading.RLock()  # a garbage collection inside may come back here
+        self._lanes: dict[int, Lane] = {}
+        self._own = self.lane(None)
+
+    def _allocate(self, num_layers: int) -> list[tuple[DeviceTensor, DeviceTensor]]:
+        needed = 2 * num_layers * self.num_pages * self.page_bytes
+        free, total = self.device.memory_info()
+        if needed > free:
+            raise CacheMemoryError(
+                f"{self.num_pages} pages take {needed} bytes; {free} of ascend:{self.device.index}'s "
+                f"{total} bytes are free",
+                bytes=needed,
+            )
+        return [
+            (empty(self.device, self._shape, self.dtype), empty(self.device, self._shape, self.dtype))
+            for _ in range(num_layers)
+        ]
+
+    def _adopt(self, num_layers: int, storage: Iterable[Any]) -> list[tuple[DeviceTensor, DeviceTensor]]:
+        layers, addresses = [], set()
+        for layer, arrays in enumerate(storage):
+            pair = []
+            for which, array in zip(("key_pages", "value_pages"), arrays, strict=True):
+                name = f"{which} of layer {layer} in storage"
+                tensor = device_tensor(name, array, self.device)
+                if tensor is None:
+                    raise LayoutError(f"{name} is in host memory, the cache on ascend:{self.device.index}")
+                if (tensor.shape, tensor.dtype) != (self._shape, self.dtype):
+                    raise LayoutError(
+                        f"{name} is {tensor.dtype} {list(tensor.shape)} instead of "
+                        f"{self.dtype} {list(self._shape)}"
+                    )
+                if tensor.data_ptr % 32:
+                    raise LayoutError(f"{name} begins at {tensor.data_ptr:#x}, no multiple of 32 bytes")
+                if tensor.data_ptr in addresses:
+                    raise LayoutError(f"{name}: the array at {tensor.data_ptr:#x} was given before")
+                addresses.add(tensor.data_ptr)
+                pair.append(tensor)
+            layers.append((pair[0], pair[1]))
+        if len(layers) != num_layers:
+            raise LayoutError(f"storage has {len(layers)} layers, the cache {num_layers}")
+        return layers
+
+    # ---- streams and batches ----
+
+    def lane(self, stream: object) -> Lane:
+        """Return what belongs to a stream.
+
+        Parameters
+        ----------
+        stream : Stream, int, object with ``npu_stream``, or None
+            None is the cache's own one; a number is a raw handle.
+        """
+        if stream is None and hasattr(self, "_own"):
+            return self._own
+        if isinstance(stream, Stream):
+            found = stream
+            if stream.device is not self.device:
+                raise ValueError(
+                    f"the stream is of ascend:{stream.device.index}, the cache on ascend:{self.device.index}"
+                )
+        else:
+            handle = getattr(stream, "npu_stream", stream)
+            if handle is not None and (not isinstance(handle, int) or isinstance(handle, bool)):
+                raise TypeError(f"stream must be a Stream or a handle, not {type(stream).__name__}")
+            with self._lock:
+                known = self._lanes.get(handle) if handle is not None else None
+            found = known.stream if known else Stream(self.device, handle)
+        with self._lock:
+            return self._lanes.setdefault(found.handle, Lane(self.device, found))
+
+    def poll(self) -> bool:
+        """End the leases of work that has passed; return whether there was any. Never waits."""
+        return self.flights.poll()
+
+    def begin(self, lease: PageLease, copies: npt.NDArray[np.int64], stream: object) -> Work:
+        """Begin a batch's work: its copies on write take their turn at once.
+
+        Parameters
+        ----------
+        lease : PageLease
+            Of the batch; ended here when the work has passed, or never began.
+        copies : int64 [n, 2]
+            Source and destination of each page to copy.
+        stream
+            As in :meth:`lane`.
+
+        Raises
+        ------
+        DeviceError
+            The device can't be used. The lease lasts as long as what was launched before.
+        """
+        self.device.check()
+        self.poll()
+        lane = self.lane(stream)
+        work = Work(self, lane, Flight(lane.stream, lease, self.num_pages))
+        if len(copies):
+            try:
+                work.copy(copies)
+            except BaseException:
+                work.park()
+                raise
+        return work
+
+    def follow(self) -> Work:
+        """Return the work of a batch of another cache, whose lease is there, on the cache's own stream."""
+        self.device.check()
+        return Work(self, self._own, None)
+
+    def copy_pages(self, copies: npt.NDArray[np.int64]) -> None:
+        """Copy whole pages in all layers, in order, on the cache's own stream."""
+        work = self.follow()
+        # One launch copies its pages in any order: what depends on an earlier copy goes into another.
+        start, read, written = 0, set[int](), set[int]()
+        for end, (source, destination) in enumerate(copies.tolist()):
+            if {source, destination} & written or destination in read:
+                work.copy(copies[start:end])
+                start, read, written = end, set(), set()
+            read.add(source)
+            written.add(destination)
+        if start < len(copies):
+            work.copy(copies[start:])
+
+    # ---- memory ----
+
+    def layer(self, layer: int) -> tuple[DeviceTensor, DeviceTensor]:
+        """Return keys and values of one layer; ``ValueError`` where there is none."""
+        if layer >= len(self._layers):
+            raise ValueError(f"layer {layer} is not below {len(self._layers)} layers")
+        return self._layers[layer]
+
+    def pages(self, layer: int, which: int) -> DeviceTensor:
+        """Return the keys (0) or values (1) of one layer."""
+        return self.layer(layer)[which]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return len(self._layers)
+
+    def address(self, layer: int, which: int, page: int, offset: int, head: int) -> int:
+        """Return the address of one head's key or value of the token at `offset` in a page."""
+        if head >= self.num_kv_heads:
+            raise ValueError(f"head {head} is not below {self.num_kv_heads} KV heads")
+        place = (page, head, offset) if self.layout == "HND" else (page, offset, head)
+        tensor = self.pages(layer, which)
+        return tensor.data_ptr + 2 * sum(i * step for i, step in zip(place, tensor.strides, strict=False))
+
+    def prefetch(self, pages: list[int], max_bytes: int) -> int:
+        """Ask the device to bring pages into its L2 cache, first layer first.
+
+        Returns
+        -------
+        int
+            Bytes asked for: at most `max_bytes`, and at most what the L2 cache holds; 0 where the
+            runtime can't.
+        """
+        if self._l2_bytes is None:
+            self._l2_bytes = self.device.attribute(ATTR_L2) or L2_BYTES
+        left = limit = min(max_bytes, self._l2_bytes)
+        for pair in self._layers:
+            for page in pages:
+                for tensor in pair:
+                    start = page * self.page_bytes
+                    part = tensor.memory[start : start + min(left, self.page_bytes)]
+                    if part.nbytes == 0 or not part.prefetch(self._own.stream):
+                        return limit - left
+                    left -= part.nbytes
+        return limit - left
+
+
+class Measured:
+    """Sizes of device arrays that a cache is to adopt.
+
+    Attributes
+    ----------
+    num_pages, page_size, num_kv_heads, head_dim : int
+        As the first array has them.
+    dtype : str
+        Its dtype.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, layout: str) -> None:
+        if len(shape) != 4:
+            raise LayoutError(f"key_pages in storage has {len(shape)} axes instead of 4")
+        self.num_pages, first, second, self.head_dim = shape
+        self.num_kv_heads, self.page_size = (first, second) if layout == "HND" else (second, first)
+        self.dtype = dtype
+
+
+def measure(storage: Iterable[Any], layout: str) -> Measured:
+    """Read the sizes of ``storage=``; the device itself isn't touched.
+
+    Raises
+    ------
+    LayoutError
+        There is no layer, or its keys have not 4 axes.
+    """
+    for key_pages, _ in storage:
+        dtype = str(key_pages.dtype).removeprefix("torch.")
+        return Measured(tuple(key_pages.shape), dtype, layout)
+    raise LayoutError("storage= must hold one (key_pages, value_pages) per layer")

@@ -1,0 +1,139 @@
+"""Work that devices have not done yet: which pages it touches, and who has to wait for it."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paged_kv.ascend.errors import DeviceError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from paged_kv._core import PageLease
+    from paged_kv.ascend.stream import Event, Stream
+
+__all__ = ["Flight", "Flights"]
+
+
+class Flight:
+    """What one batch gave a stream to do.
+
+    Parameters
+    ----------
+    stream : Stream
+        The stream.
+    lease : PageLease
+        Keeps the pages from being handed out until the work has passed.
+    num_pages : int
+        Pages of the cache.
+
+    Attributes
+    ----------
+    event : Event or None
+        The work's end; None where it is still to be marked.
+    ended : bool
+        The batch is over: no further work will come.
+    """
+
+    def __init__(self, stream: Stream, lease: PageLease, num_pages: int) -> None:
+        self.stream = stream
+        self.lease = lease
+        self.event: Event | None = None
+        self.ended = False
+        self._num_pages = num_pages
+        self._reads: list[npt.NDArray[np.integer]] = []
+        self._writes: list[npt.NDArray[np.integer]] = []
+
+    def touches(self, reads: npt.NDArray[np.integer], writes: npt.NDArray[np.integer]) -> bool:
+        """Add pages that the work reads or writes, entries below 0 being none; say whether they are new."""
+        known = any(one is reads for one in self._reads) and any(one is writes for one in self._writes)
+        if not known:
+            self._reads.append(reads)
+            self._writes.append(writes)
+        return not known
+
+    def pages(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Return bool [num_pages] of the pages that are read, and of those that are written."""
+        return self._mask(self._reads), self._mask(self._writes)
+
+    def _mask(self, lists: list[npt.NDArray[np.integer]]) -> npt.NDArray[np.bool_]:
+        mask = np.zeros(self._num_pages, np.bool_)
+        for pages in lists:
+            mask[pages[pages >= 0]] = True
+        return mask
+
+    def mark(self) -> Event:
+        """Return the event of the work so far."""
+        if self.event is None:
+            self.event = self.stream.record()
+        return self.event
+
+    def passed(self) -> bool:
+        """Say whether the batch is over and all its work done; no where the device doesn't tell."""
+        try:
+            return self.ended and self.mark().query()
+        except DeviceError:
+            # Nobody asked for this; whoever uses the device next is told. Until then the pages stay.
+            return False
+
+
+class Flights:
+    """The work of one cache that has begun and has not passed; from any thread."""
+
+    def __init__(self) -> None:
+        # Reentrant: a garbage collection inside may end a batch.
+        self._lock = threading.RLock()
+        self._flights: list[Flight] = []
+
+    def add(self, flight: Flight) -> None:
+        """Note work from its first step on."""
+        with self._lock:
+            self._flights.append(flight)
+
+    def poll(self) -> bool:
+        """End the leases of work that has passed; return whether there was any. Never waits."""
+        with self._lock:
+            passed, waiting = [], set()
+            for flight in self._flights.copy():
+                # A stream works in order: where one is not done, none after it is.
+                if flight.stream.handle in waiting:
+                    continue
+                if flight.passed():
+                    passed.append(flight)
+                    self._flights.remove(flight)
+                elif flight.ended:
+                    waiting.add(flight.stream.handle)
+        for flight in passed:
+            flight.lease.release()
+        return bool(passed)
+
+    def order(self, flight: Flight) -> None:
+        """Let a flight's stream wait for the work of other streams that touches the same pages.
+
+        Of two that only read neither waits.
+
+        Raises
+        ------
+        DeviceError
+            The stream can't be made to wait.
+        """
+        mine = flight.stream.handle
+        with self._lock:
+            others = [other for other in self._flights if other.stream.handle != mine]
+        if not others:
+            return
+        reads, writes = flight.pages()
+        latest = {}
+        for other in others:
+            read, written = other.pages()
+            if (writes & (read | written)).any() or (reads & written).any():
+                latest[other.stream.handle] = other
+        for other in latest.values():
+            flight.stream.wait(other.event or other.stream.record())
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._flights)

@@ -1,0 +1,281 @@
+"""Arrays on a device and of the host, as caches take and give them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paged_kv.ascend.dlpack import DEVICE_TYPE, export_capsule, import_capsule
+from paged_kv.ascend.memory import DeviceMemory, allocate
+from paged_kv.errors import LayoutError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from paged_kv.ascend.device import Device
+
+__all__ = ["DeviceTensor", "as_tensor", "device_tensor", "empty", "from_bits", "host_array", "to_bits"]
+
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}
+
+
+class DeviceTensor:
+    """A contiguous array in a device's memory: an address, a shape and a dtype.
+
+    Parameters
+    ----------
+    memory : DeviceMemory
+        Where it lies; kept alive.
+    shape : tuple of int
+        Length of each axis.
+    dtype : str
+        ``"float16"``, ``"bfloat16"`` or ``"float32"``.
+
+    Raises
+    ------
+    LayoutError
+        The memory is shorter than that.
+    """
+
+    def __init__(self, memory: DeviceMemory, shape: tuple[int, ...], dtype: str) -> None:
+        self.memory = memory
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        if self.nbytes > memory.nbytes:
+            raise LayoutError(
+                f"{dtype} {list(self.shape)} takes {self.nbytes} bytes, the memory has {memory.nbytes}"
+            )
+
+    def __repr__(self) -> str:
+        return f"<DeviceTensor {self.dtype} {list(self.shape)} on {self.device}>"
+
+    @property
+    def device(self) -> str:
+        """Where it is: ``"ascend:0"``."""
+        return f"ascend:{self.memory.device.index}"
+
+    @property
+    def data_ptr(self) -> int:
+        """Address of the first element."""
+        return self.memory.address
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one entry to the next along each axis."""
+        return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """Return a copy in host memory, made when the device has done all its work; bfloat16 as uint16."""
+        self.memory.device.synchronize()
+        kind = {"bfloat16": "uint16"}.get(self.dtype, self.dtype)
+        array = np.empty(self.shape, kind)
+        self.memory.copy_to(array)
+        return array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return DLPack's device: an extension device of the NPU's number."""
+        return DEVICE_TYPE, self.memory.device.index
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """Hand the memory over as a DLPack capsule, without a copy.
+
+        Parameters
+        ----------
+        stream : int, optional
+            Ignored: order your stream after the cache's, or wait for it.
+        max_version : tuple of int, optional
+            From ``(1, 0)`` on the capsule is versioned.
+        dl_device : tuple of int, optional
+            Must be where the memory is.
+        copy : bool, optional
+            Must not be True.
+
+        Returns
+        -------
+        capsule
+            Keeps the memory alive.
+
+        Raises
+        ------
+        BufferError
+            A copy or another device is asked for.
+        """
+        del stream
+        if copy or (dl_device is not None and dl_device != self.__dlpack_device__()):
+            raise BufferError(f"{self!r} is shared as it is, where it is")
+        versioned = max_version is not None and max_version[0] >= 1
+        return export_capsule(self, versioned=versioned)
+
+
+def empty(device: Device, shape: tuple[int, ...], dtype: str) -> DeviceTensor:
+    """Allocate an array on a device; its content is unknown.
+
+    Parameters
+    ----------
+    device : Device
+        The device.
+    shape : tuple of int
+        Length of each axis.
+    dtype : str
+        ``"float16"``, ``"bfloat16"`` or ``"float32"``.
+    """
+    return DeviceTensor(allocate(device, math.prod(shape) * ITEM_BYTES[dtype]), shape, dtype)
+
+
+def as_tensor(
+    source: Any,
+    device: Device,
+    *,
+    shape: tuple[int, ...] | None = None,
+    dtype: str | None = None,
+    owner: object = None,
+) -> DeviceTensor:
+    """Take somebody's device array or address, without a copy.
+
+    Parameters
+    ----------
+    source : array or int
+        A torch_npu tensor, anything with ``__dlpack__``, or an address.
+    device : Device
+        Where it is.
+    shape, dtype
+        Of what lies at an address; left out for an array.
+    owner : object
+        What keeps an address valid.
+
+    Returns
+    -------
+    DeviceTensor
+        Over the same memory, which it keeps alive.
+
+    Raises
+    ------
+    LayoutError
+        It is in host memory, on another device, or not contiguous.
+    """
+    if isinstance(source, int):
+        if shape is None or dtype is None:
+            raise ValueError("an address needs shape= and dtype=")
+        return _adopt("the array", device, source, shape, None, dtype, owner)
+    tensor = device_tensor("the array", source, device)
+    if tensor is None:
+        raise LayoutError(f"the array is in host memory, not on {_name(device)}")
+    return tensor
+
+
+def device_tensor(name: str, array: object, device: Device) -> DeviceTensor | None:
+    """Take an array of a device as it is; None where it is one of the host.
+
+    Parameters
+    ----------
+    name : str
+        What to call it in errors.
+    array : DeviceTensor, torch_npu tensor, or anything with ``__dlpack__``
+        Contiguous.
+    device : Device
+        Where it has to be.
+
+    Raises
+    ------
+    LayoutError
+        It is elsewhere, or not contiguous, or of a dtype that no kernel takes.
+    """
+    tensor: DeviceTensor | None = None
+    if isinstance(array, DeviceTensor):
+        tensor = array
+    elif getattr(getattr(array, "device", None), "type", None) == "npu":
+        tensor = _from_torch(name, array, device)
+    elif not isinstance(array, np.ndarray) and hasattr(array, "__dlpack_device__"):
+        kind, index = array.__dlpack_device__()
+        if kind == 1:
+            return None
+        if (kind, index) != (DEVICE_TYPE, device.index):
+            raise LayoutError(f"{name} is on DLPack device ({kind}, {index}), the cache on {_name(device)}")
+        address, shape, strides, dtype, owner = import_capsule(array)
+        tensor = _adopt(name, device, address, shape, strides, dtype, owner)
+    if tensor is not None and tensor.memory.device is not device:
+        raise LayoutError(f"{name} is on {tensor.device}, the cache on {_name(device)}")
+    return tensor
+
+
+def _name(device: Device) -> str:
+    return f"ascend:{device.index}"
+
+
+def _from_torch(name: str, array: Any, device: Device) -> DeviceTensor:
+    """Take a torch_npu tensor by its address: torch doesn't speak DLPack for this device everywhere."""
+    index = array.device.index or 0
+    if index != device.index:
+        raise LayoutError(f"{name} is on npu:{index}, the cache on {_name(device)}")
+    dtype = str(array.dtype).removeprefix("torch.")
+    return _adopt(name, device, array.data_ptr(), tuple(array.shape), tuple(array.stride()), dtype, array)
+
+
+def _adopt(
+    name: str,
+    device: Device,
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    dtype: str,
+    owner: object,
+) -> DeviceTensor:
+    if dtype not in ITEM_BYTES:
+        raise LayoutError(f"{name} is {dtype}; the kernels take float16 and bfloat16")
+    memory = DeviceMemory(device, address, math.prod(shape) * ITEM_BYTES[dtype], owner)
+    tensor = DeviceTensor(memory, shape, dtype)
+    if strides is not None and 0 not in shape:
+        wrong = [a for a, n in enumerate(shape) if n > 1 and strides[a] != tensor.strides[a]]
+        if wrong:
+            raise LayoutError(f"{name} of shape {list(shape)} has strides {list(strides)}: not contiguous")
+    return tensor
+
+
+# ---- host arrays: 16-bit floats as bits, so that bfloat16 needs no package ----
+
+
+def host_array(name: str, array: Any) -> tuple[npt.NDArray[Any], str]:
+    """Return an array of the host and the name of its dtype; uint16 are the bits of bfloat16."""
+    if not isinstance(array, np.ndarray):
+        if not hasattr(array, "__dlpack__"):
+            raise TypeError(f"{name} must be an array, not {type(array).__name__}")
+        array = np.from_dlpack(array)
+    dtype = "bfloat16" if array.dtype.name == "uint16" else array.dtype.name
+    if dtype not in ("float32", "float16", "bfloat16"):
+        raise LayoutError(f"{name} is {dtype}; float32, float16 and bfloat16 are taken")
+    return array, dtype
+
+
+def to_bits(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.uint16]:
+    """Return a contiguous copy rounded to float16 or bfloat16, as bits."""
+    own = "bfloat16" if array.dtype.name == "uint16" else array.dtype.name
+    if own == dtype:
+        return np.array(array.view(np.uint16), order="C", copy=True)
+    wide = from_bits(array.view(np.uint16), own) if own == "bfloat16" else array.astype(np.float32)
+    if dtype == "float16":
+        with np.errstate(over="ignore"):  # infinity is the rounded value
+            return np.ascontiguousarray(wide.astype(np.float16)).view(np.uint16)
+    bits = np.ascontiguousarray(wide).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & np.uint32(1))) >> 16
+    return np.where(np.isnan(wide), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def from_bits(bits: npt.NDArray[np.uint16], dtype: str) -> npt.NDArray[np.float32]:
+    """Return float32 of the bits of float16 or bfloat16."""
+    if dtype == "float16":
+        return bits.view(np.float16).astype(np.float32)
+    return (bits.astype(np.uint32) << 16).view(np.float32)
