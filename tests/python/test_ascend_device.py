@@ -33,9 +33,17 @@ if TYPE_CHECKING:
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
     ("dtype", "layout", "page_size"),
-    [("float16", "HND", 16), ("float16", "NHD", 32), ("bfloat16", "HND", 32), ("bfloat16", "NHD", 16)],
+    [
+        ("float16", "HND", 16),
+        ("float16", "NHD", 32),
+        ("bfloat16", "HND", 32),
+        ("bfloat16", "NHD", 16),
+        ("float16", "HND", 128),
+    ],
 )
-def test_the_device_answers_as_the_host_does(dtype, layout, page_size) -> None:
+def test_field_c79_the_device_answers_as_the_host_does_whatever_the_page_size(
+    dtype, layout, page_size
+) -> None:
     options = {"dtype": dtype, "layout": layout, "page_size": page_size}
     device, host = device_cache(**options), host_cache(**options)
     assert device.device == "ascend:0"
@@ -178,6 +186,46 @@ def test_dlpack_carries_device_arrays_both_ways(fake: Fake) -> None:
     assert fake.memory_used(1) < used
 
 
+class TorchDevice:
+    type, index = "npu", 0
+
+
+class TorchTensor:
+    """What torch_npu's tensors have."""
+
+    def __init__(self, tensor: ascend.DeviceTensor, strides: tuple[int, ...] | None = None) -> None:
+        self.tensor, self.strides = tensor, strides or tensor.strides
+        self.shape, self.dtype, self.device = tensor.shape, f"torch.{tensor.dtype}", TorchDevice()
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
+
+
+@pytest.mark.usefixtures("fake")
+def test_field_c80_torch_tensors_are_taken_by_address_and_views_of_them_refused() -> None:
+    device = ascend.open_device(0)
+    key, value, query, out = (
+        ascend.empty(device, (3, heads, DIM), "float16") for heads in (KV_HEADS, KV_HEADS, HEADS, HEADS)
+    )
+    for tensor in (key, value, query):
+        tensor.memory.copy_from(rows(tensor.shape[1], 3, tensor.shape[1]).astype(np.float16))
+    cache, host = device_cache(), host_cache()
+    with cache.batch([cache.sequence()], 3) as batch:
+        cache.write(0, TorchTensor(key), TorchTensor(value), batch)
+        cache.attend(0, TorchTensor(query), batch, out=TorchTensor(out))
+        sliced = (2 * KV_HEADS * DIM, DIM, 1)  # keys and values behind each other in one tensor
+        for arguments in ((TorchTensor(key, sliced), value), (key, TorchTensor(value, sliced))):
+            with pytest.raises(paged_kv.LayoutError, match=r"has strides \[64, 16, 1\]: not contiguous"):
+                cache.write(0, *arguments, batch)
+    with host.batch([host.sequence()], 3) as batch:
+        host.write(0, rows(KV_HEADS, 3), rows(KV_HEADS, 3), batch)
+        want = host.attend(0, rows(HEADS, 3, HEADS), batch)
+    np.testing.assert_allclose(out.numpy(), want, rtol=0, atol=4e-3)
+
+
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -272,7 +320,7 @@ def test_arguments_that_do_not_fit_are_refused_and_nothing_is_launched(fake: Fak
 
 
 @pytest.mark.usefixtures("fake")
-def test_an_entry_out_of_range_never_reaches_the_device() -> None:
+def test_field_c78_an_entry_out_of_range_never_reaches_the_device() -> None:
     """The classic way to error 507015."""
     cache, tables = device_cache(), paged_kv.KvCache(num_layers=0, num_pages=16)
     sequence = tables.sequence()
