@@ -28,7 +28,7 @@ fn decode(tables: &Small, sequence: &Seq, n: u32) -> TableLease<4, 2> {
     lease
 }
 
-fn rest(tables: Small) {
+fn rest(tables: &Small) {
     tables.validate().unwrap();
     assert_eq!(tables.pool().num_free(), u64::from(tables.pool().num_pages()));
 }
@@ -47,7 +47,7 @@ fn i9_pages_come_back_when_the_lease_goes_and_not_before() {
         drop(lease);
         assert_eq!(tables.pool().num_free(), 40);
     }
-    rest(tables);
+    rest(&tables);
 }
 
 #[test]
@@ -65,7 +65,7 @@ fn i9_pages_of_rejected_tokens_and_of_closed_batches_stay_until_the_lease_goes()
         assert_eq!(tables.pool().num_free(), before, "{outcome:?}");
     }
     sequence.free();
-    rest(tables);
+    rest(&tables);
 }
 
 #[test]
@@ -88,7 +88,7 @@ fn i7_truncate_and_append_under_a_lease_copies_only_what_another_sequence_holds(
         drop((first, second, fork));
         tables.validate().unwrap();
     }
-    rest(tables);
+    rest(&tables);
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn i7_an_open_batch_has_its_pages_copied_even_if_it_leases_them() {
     reader.end(&Outcome::Close);
     assert_eq!(open(&tables, &sequence, 1).copies(), [], "its work is ordered before the writer's");
     drop((lease, sequence));
-    rest(tables);
+    rest(&tables);
 }
 
 #[test]
@@ -123,7 +123,7 @@ fn the_source_of_a_copy_stays_until_the_lease_goes() {
     drop(lease);
     assert_eq!(free(&tables), 39);
     child.free();
-    rest(tables);
+    rest(&tables);
 }
 
 /// The steps that a scheduler makes, with up to 40 batches whose work is under way. No page that one
@@ -176,7 +176,7 @@ fn i9_no_page_in_flight_is_handed_out() {
     assert!(refused > 50 && handed_out > 1000, "{refused} refused, {handed_out} pages handed out");
     tables.validate().unwrap();
     drop((sequences, flights));
-    rest(tables);
+    rest(&tables);
 }
 
 fn pages_of(tables: &Small, sequences: &[Seq]) -> HashSet<u32> {

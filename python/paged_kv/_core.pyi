@@ -332,6 +332,8 @@ class BatchView:
 
 @final
 class PageLease:
+    """What work on a device holds of the pages."""
+
     def release(self) -> None: ...
 
 @final

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paged_kv.ascend.tensor import DeviceTensor, device_tensor, empty, from_bits, host_array, to_bits
-from paged_kv.ascend.tiling import DTYPES, LAYOUTS, Shape
+from paged_kv.ascend.tiling import DTYPES, LAYOUTS, DecodeTiling, PrefillTiling, Shape
 from paged_kv.errors import LayoutError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from paged_kv._core import Batch, BatchView
-    from paged_kv.ascend.stream import Event
+    from paged_kv.ascend.memory import DeviceMemory
+    from paged_kv.ascend.step import Step
     from paged_kv.ascend.work import Work
 
 __all__ = ["attend"]
@@ -72,19 +73,19 @@ def attend(
         The device refuses.
     """
     backend = work.backend
-    keys, values = backend.layer(layer)
+    pages = backend.layer(layer)
     for name, given in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if given is not None:
             raise LayoutError(f"{name} on ascend:{backend.device.index}: the kernels don't have them")
-    rows = device_tensor("query", query, backend.device)
-    host = None if rows else host_array("query", query)
-    shape = rows.shape if rows else host[0].shape  # type: ignore[index]
-    if len(shape) != 3 or shape[2] != backend.head_dim:
-        raise LayoutError(f"query has shape {list(shape)} instead of [tokens, num_heads, {backend.head_dim}]")
-    if rows and rows.dtype != backend.dtype:
-        raise LayoutError(f"query is {rows.dtype} on the device, the cache {backend.dtype}")
-    target = _output(work, out, shape, rows, host)
-    tokens, num_heads, head_dim = shape
+    rows: DeviceTensor | npt.NDArray[Any] | None = device_tensor("query", query, backend.device)
+    if rows is None:
+        rows = host_array("query", query)[0]
+    if len(rows.shape) != 3 or rows.shape[2] != backend.head_dim:
+        raise LayoutError(
+            f"query has shape {list(rows.shape)} instead of [tokens, num_heads, {backend.head_dim}]"
+        )
+    target = _output(work, out, rows)
+    tokens, num_heads, head_dim = rows.shape
     with work.lane.lock:
         step = work._prepared(batch)
         if step.rows[-1] != tokens:
@@ -105,98 +106,114 @@ def attend(
             scale=1 / math.sqrt(head_dim) if scale is None else scale,
             soft_cap=logits_soft_cap,
         )
-        decodes = tokens == len(step.lens) and step.max_queries <= 1
-        tiling: Any = (
-            backend.kernels.plan_decode(asked)
-            if decodes
-            else backend.kernels.plan_prefill(asked, step.max_queries, causal=causal)
-        )
+        plan = _plan(work, step, asked, causal=causal)
         step.check_table(window_left, causal=causal)
-        if tokens == 0:
-            return _result(target, empty_lse(work, rows, num_heads) if return_lse else None)
-        with work._launching(step.pages, step.none):
-            lane = work.lane
-            sent = rows.memory if rows else lane.upload("query", to_bits(host[0], backend.dtype))  # type: ignore[index]
-            lse = empty(backend.device, (tokens, num_heads), "float32") if rows and return_lse else None
-            arrays = {
-                "query": sent,
-                "key_pages": keys.memory,
-                "value_pages": values.memory,
-                "out": target.memory
-                if isinstance(target, DeviceTensor)
-                else lane.scratch("out", sent.nbytes),
-                "lse": lse.memory if lse else lane.scratch("lse", tokens * num_heads * 4),
-            }
-            arrays |= {name: step.on_device(lane)[name] for name in ("block_table", "seq_lens")}
-            pairs = len(step.lens) * backend.num_kv_heads
-            if decodes:
-                parts = pairs * tiling.num_splits
-                arrays["partial_out"] = lane.scratch("partial_out", parts * tiling.group * head_dim * 4)
-                arrays["partial_lse"] = lane.scratch("partial_lse", parts * tiling.lanes * 4)
-                backend.kernels.decode(lane.stream, arrays, tiling, min(backend.num_cores, parts))
-            else:
-                arrays["cu_seqlens_q"] = step.on_device(lane)["cu_seqlens_q"]
-                blocks = min(backend.num_cores, pairs * tiling.chunks)
-                backend.kernels.prefill(lane.stream, arrays, tiling, blocks)
-            if isinstance(target, DeviceTensor):
-                return _result(target, lse)
-            bits = np.empty(shape, np.uint16)
-            arrays["out"].copy_to(bits, lane.stream)
-            host_lse = np.empty((tokens, num_heads), np.float32) if return_lse else None
-            if host_lse is not None:
-                arrays["lse"].copy_to(host_lse, lane.stream)
-            arrived = lane.stream.record()
-    return _result(_arrived(arrived, bits, backend.dtype, target), host_lse)
+        lane, lse = work.lane, None
+        if isinstance(target, DeviceTensor):
+            if return_lse:
+                lse = empty(backend.device, (tokens, num_heads), "float32")
+            if tokens:
+                assert isinstance(rows, DeviceTensor)
+                with work._launching(step.pages, step.none):
+                    sums = lse.memory if lse else lane.scratch("lse", tokens * num_heads * 4)
+                    _launch(
+                        work,
+                        step,
+                        asked,
+                        plan,
+                        pages,
+                        (rows.memory, target.memory, sums),
+                        return_lse=return_lse,
+                    )
+            return target if lse is None else (target, lse)
+        assert isinstance(rows, np.ndarray)
+        bits = np.empty(rows.shape, np.uint16)
+        host_lse = np.empty((tokens, num_heads), np.float32)
+        arrived = None
+        if tokens:
+            with work._launching(step.pages, step.none):
+                sent = lane.upload("query", to_bits(rows, backend.dtype))
+                result = lane.scratch("out", sent.nbytes)
+                sums = lane.scratch("lse", host_lse.nbytes)
+                _launch(work, step, asked, plan, pages, (sent, result, sums), return_lse=return_lse)
+                result.copy_to(bits, lane.stream)
+                if return_lse:
+                    sums.copy_to(host_lse, lane.stream)
+                arrived = lane.stream.record()
+    if arrived is not None:  # without the lock: others may launch meanwhile
+        arrived.synchronize()
+    _put(bits, backend.dtype, target)
+    return (target, host_lse) if return_lse else target
 
 
-def _output(
+def _plan(work: Work, step: Step, asked: Shape, *, causal: bool) -> DecodeTiling | PrefillTiling:
+    """Return how the kernels will do it: decode where each sequence has one query."""
+    kernels = work.backend.kernels
+    if step.rows[-1] == len(step.lens) and step.max_queries <= 1:
+        return kernels.plan_decode(asked)
+    return kernels.plan_prefill(asked, step.max_queries, causal=causal)
+
+
+def _launch(
     work: Work,
-    out: Any,
-    shape: tuple[int, ...],
-    rows: DeviceTensor | None,
-    host: tuple[npt.NDArray[Any], str] | None,
-) -> DeviceTensor | npt.NDArray[Any]:
-    """Return where the output goes, checked."""
-    if rows is None:
-        assert host is not None
+    step: Step,
+    asked: Shape,
+    plan: DecodeTiling | PrefillTiling,
+    pages: tuple[DeviceTensor, DeviceTensor],
+    ours: tuple[DeviceMemory, DeviceMemory, DeviceMemory],
+    *,
+    return_lse: bool,
+) -> None:
+    """Put the kernel on the stream; `ours` is query, output and log-sum-exp."""
+    backend, lane = work.backend, work.lane
+    on_device = step.on_device(lane)
+    arrays = dict(zip(("query", "out", "lse"), ours, strict=True))
+    arrays |= {"key_pages": pages[0].memory, "value_pages": pages[1].memory}
+    arrays |= {name: on_device[name] for name in ("block_table", "seq_lens")}
+    pairs = asked.batch * asked.num_kv_heads
+    if isinstance(plan, PrefillTiling):
+        arrays["cu_seqlens_q"] = on_device["cu_seqlens_q"]
+        backend.kernels.prefill(lane.stream, arrays, plan, min(backend.num_cores, pairs * plan.chunks))
+    elif not return_lse and backend.aclnn and backend.aclnn.takes(asked, step.lens):
+        backend.aclnn.decode(lane, arrays, asked, backend.num_pages, step.lens)
+    else:
+        parts = pairs * plan.num_splits
+        arrays["partial_out"] = lane.scratch("partial_out", parts * plan.group * asked.head_dim * 4)
+        arrays["partial_lse"] = lane.scratch("partial_lse", parts * plan.lanes * 4)
+        backend.kernels.decode(lane.stream, arrays, plan, min(backend.num_cores, parts))
+
+
+def _output(work: Work, out: Any, query: DeviceTensor | npt.NDArray[Any]) -> DeviceTensor | npt.NDArray[Any]:
+    """Return where the output goes, checked: on the device where the query is there."""
+    if isinstance(query, np.ndarray):
         if out is None:
-            return np.empty(shape, host[0].dtype)
+            return np.empty(query.shape, query.dtype)
         if not isinstance(out, np.ndarray):
             raise LayoutError(
                 f"out is a {type(out).__name__}, the query an array of the host: numpy is needed"
             )
-        if out.shape != shape or out.dtype != host[0].dtype or not out.flags.writeable:
+        if out.shape != query.shape or out.dtype != query.dtype or not out.flags.writeable:
             raise LayoutError(
                 f"out is {out.dtype} {list(out.shape)}, writable: {out.flags.writeable}; "
-                f"writable {host[0].dtype} {list(shape)} is needed"
+                f"writable {query.dtype} {list(query.shape)} is needed"
             )
         return out
+    if query.dtype != work.backend.dtype:
+        raise LayoutError(f"query is {query.dtype} on the device, the cache {work.backend.dtype}")
     if out is None:
         raise LayoutError("a query on the device needs out=")
     tensor = device_tensor("out", out, work.backend.device)
     if tensor is None:
         raise LayoutError("out is in host memory, the query on the device")
-    if (tensor.shape, tensor.dtype) != (rows.shape, rows.dtype):
+    if (tensor.shape, tensor.dtype) != (query.shape, query.dtype):
         raise LayoutError(
-            f"out is {tensor.dtype} {list(tensor.shape)} instead of {rows.dtype} {list(rows.shape)}"
+            f"out is {tensor.dtype} {list(tensor.shape)} instead of {query.dtype} {list(query.shape)}"
         )
     return tensor
 
 
-def empty_lse(
-    work: Work, rows: DeviceTensor | None, num_heads: int
-) -> DeviceTensor | npt.NDArray[np.float32]:
-    """Return the log-sum-exp of no rows."""
-    if rows is None:
-        return np.empty((0, num_heads), np.float32)
-    return empty(work.backend.device, (0, num_heads), "float32")
-
-
-def _arrived(
-    arrived: Event, bits: npt.NDArray[np.uint16], dtype: str, target: npt.NDArray[Any]
-) -> npt.NDArray[Any]:
-    """Wait for the output and put it into its place, in its dtype."""
-    arrived.synchronize()
+def _put(bits: npt.NDArray[np.uint16], dtype: str, target: npt.NDArray[Any]) -> None:
+    """Put the output into its place, in its dtype."""
     kind = "bfloat16" if target.dtype.name == "uint16" else target.dtype.name
     if kind == dtype:
         target.view(np.uint16)[...] = bits
@@ -204,8 +221,3 @@ def _arrived(
         target.view(np.uint16)[...] = to_bits(from_bits(bits, dtype), kind)
     else:
         target[...] = from_bits(bits, dtype)
-    return target
-
-
-def _result(out: Any, lse: Any) -> Any:
-    return out if lse is None else (out, lse)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+from paged_kv.ascend import aclnn
 from paged_kv.ascend.acl import ATTR_L2
 from paged_kv.ascend.device import open_device
 from paged_kv.ascend.flight import Flight, Flights
@@ -83,6 +84,7 @@ class Backend:
             raise LayoutError(f"{where}: v_head_dim {v_head_dim} and head_dim {head_dim} have to be equal")
         self.device = open_device(index)
         self.kernels = load_kernels()
+        self.aclnn = aclnn.chosen()
         self.write_tiling = self.kernels.plan_write_pages(
             WriteTiling(num_tokens=1, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size),
             layout,
