@@ -231,6 +231,9 @@ def test_field_c80_torch_tensors_are_taken_by_address_and_views_of_them_refused(
     ("options", "message"),
     [
         ({"dtype": "float32"}, "ascend:0: dtype float32; the kernels take float16 and bfloat16"),
+        ({"dtype": "int8"}, "ascend:0: dtype int8"),
+        ({"value_in_key": True, "v_head_dim": 8}, "value_in_key"),
+        ({"dtype": "int8", "k_scale": 1.0, "v_scale": 1.0}, "k_scale"),
         ({"v_head_dim": 32}, "v_head_dim 32 and head_dim 16 have to be equal"),
         ({"head_dim": 24}, "head_dim 24: a multiple of 16"),
         ({"head_dim": 512}, "head_dim 512: a multiple of 16 up to 256"),
@@ -292,6 +295,7 @@ def test_arguments_that_do_not_fit_are_refused_and_nothing_is_launched(fake: Fak
         for options, message in [
             ({"alibi_slopes": np.zeros(HEADS, np.float32)}, "alibi_slopes on ascend:0"),
             ({"sinks": np.zeros(HEADS, np.float32)}, "sinks on ascend:0"),
+            ({"return_error_bound": True}, "return_error_bound"),
             ({"logits_soft_cap": -1.0}, "soft_cap -1"),
             ({"window_left": -2}, "window_left -2"),
             ({"out": np.zeros((3, HEADS, DIM), np.float16)}, "out is float16"),
