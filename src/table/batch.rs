@@ -237,7 +237,7 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
     }
 
     /// To be called before the tables of all items are read: touches what lists their leaves, one
-    /// level of indirection at a time, as [`warm`](Self::warm) does.
+    /// level of indirection at a time, as opening a batch does.
     pub fn warm_tables(&self) {
         let versions = || self.changes.iter().map(|change| self.tables.versions.get(change.next_version()));
         versions().for_each(prefetch);

@@ -11,7 +11,19 @@ import numpy as np
 import pytest
 
 import paged_kv
-from ascend_device import DIM, HEADS, KV_HEADS, append, device_cache, empty_pool, read, rows, settle, write
+from ascend_device import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    append,
+    device_cache,
+    empty_pool,
+    host_cache,
+    read,
+    rows,
+    settle,
+    write,
+)
 from paged_kv import ascend
 
 if TYPE_CHECKING:
@@ -187,6 +199,30 @@ def test_a_decode_behind_a_prefix_of_a_late_stream_waits_for_it_and_others_do_no
     append(want, [same], 35, 1)
     append(want, [same], 1, 2)
     np.testing.assert_array_equal(out.numpy().astype(np.float32), read(want, same).astype(np.float16))
+
+
+def test_copies_and_steps_of_another_caches_views_wait_for_late_streams(fake: Fake) -> None:
+    """They go to the cache's own stream, and touch pages that other streams are late with."""
+    cache, want, device = device_cache(), host_cache(), ascend.open_device(0)
+    late = ascend.Stream(device)
+    sequence, same = cache.sequence(), want.sequence()
+    append(want, [same], 20, 1)
+    query, out = (ascend.empty(device, (1, HEADS, DIM), "float16") for _ in range(2))
+    query.memory.copy_from(rows(7, 1, HEADS).astype(np.float16))
+    with fake.held(late):
+        append(cache, [sequence], 20, 1, stream=late)
+        with cache.batch([sequence], 0, num_queries=1) as batch:
+            make, arguments = batch.__reduce__()
+        table = arguments[3]
+        cache.copy_pages([(page, 15 - page) for page in table.ravel()])
+        cache.attend(0, query, make(*arguments[:3], 15 - table, *arguments[4:]), out=out)
+        assert fake.pending(late) > 0
+    device.synchronize()
+    np.testing.assert_allclose(out.numpy(), read(want, same), rtol=0, atol=4e-3)
+    for each in (sequence, same):
+        each.free()
+    settle(cache)
+    assert empty_pool(cache)
 
 
 def test_a_writer_waits_for_the_readers_of_a_late_stream(fake: Fake) -> None:

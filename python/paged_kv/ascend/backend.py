@@ -211,9 +211,10 @@ class Backend:
         return work
 
     def follow(self) -> Work:
-        """Return the work of a batch of another cache, whose lease is there, on the cache's own stream."""
+        """Return work on the cache's own stream whose pages are held elsewhere."""
         self.device.check()
-        return Work(self, self._own, None)
+        self.poll()
+        return Work(self, self._own, Flight(self._own.stream, None, self.num_pages))
 
     def copy_pages(self, copies: npt.NDArray[np.int64]) -> None:
         """Copy whole pages in all layers, in order, on the cache's own stream."""
@@ -228,6 +229,7 @@ class Backend:
             written.add(destination)
         if start < len(copies):
             work.copy(copies[start:])
+        work.park()
 
     # ---- memory ----
 

@@ -25,8 +25,9 @@ class Flight:
     ----------
     stream : Stream
         The stream.
-    lease : PageLease
-        Keeps the pages from being handed out until the work has passed.
+    lease : PageLease or None
+        Keeps the pages from being handed out until the work has passed; None where that is someone
+        else's business.
     num_pages : int
         Pages of the cache.
 
@@ -38,9 +39,9 @@ class Flight:
         The batch is over: no further work will come.
     """
 
-    def __init__(self, stream: Stream, lease: PageLease, num_pages: int) -> None:
+    def __init__(self, stream: Stream, lease: PageLease | None, num_pages: int) -> None:
         self.stream = stream
-        self.lease = lease
+        self._lease = lease
         self.event: Event | None = None
         self.ended = False
         self._num_pages = num_pages
@@ -70,6 +71,11 @@ class Flight:
         if self.event is None:
             self.event = self.stream.record()
         return self.event
+
+    def release(self) -> None:
+        """Let the pages go."""
+        if self._lease is not None:
+            self._lease.release()
 
     def passed(self) -> bool:
         """Say whether the batch is over and all its work done; no where the device doesn't tell."""
@@ -107,7 +113,7 @@ class Flights:
                 elif flight.ended:
                     waiting.add(flight.stream.handle)
         for flight in passed:
-            flight.lease.release()
+            flight.release()
         return bool(passed)
 
     def order(self, flight: Flight) -> None:

@@ -40,11 +40,11 @@ class Work:
         The pages.
     lane : Lane
         The stream it goes to.
-    flight : Flight or None
-        Holds the batch's lease; None for a batch of another cache, which holds its own.
+    flight : Flight
+        What orders it among the work of other streams, and holds the batch's lease.
     """
 
-    def __init__(self, backend: Backend, lane: Lane, flight: Flight | None) -> None:
+    def __init__(self, backend: Backend, lane: Lane, flight: Flight) -> None:
         self.backend = backend
         self.lane = lane
         self._flight = flight
@@ -154,27 +154,25 @@ class Work:
         """Launch in the block, after what other streams do with these pages."""
         with self.lane.lock:
             flight = self._flight
-            if flight is not None:
-                if not self._begun:
-                    self._begun = True
-                    self.backend.flights.add(flight)
-                flight.event = None  # whatever was marked, this comes after it
-                if flight.touches(reads, writes):
-                    self.backend.flights.order(flight)
+            if not self._begun:
+                self._begun = True
+                self.backend.flights.add(flight)
+            flight.event = None  # whatever was marked, this comes after it
+            if flight.touches(reads, writes):
+                self.backend.flights.order(flight)
             yield
 
     def finish(self) -> None:
         """Mark the work so far, before the batch ends; ``DeviceError`` where that fails."""
         with self.lane.lock:
-            if self._flight is not None and self._begun:
+            if self._begun and not self._ended:
                 self._flight.mark()
 
     def park(self) -> None:
         """Note that the batch has ended: its lease ends when the work has passed. Never fails."""
         with self.lane.lock:
             with contextlib.suppress(DeviceError):  # the next poll tries again
-                if not self._ended:
-                    self.finish()
+                self.finish()
             self._end()
 
     def _end(self) -> None:
@@ -183,13 +181,10 @@ class Work:
         self._ended = True
         if self._step is not None:
             self._step.give_back(self.lane)
-        flight, self._flight = self._flight, None
-        if flight is None:
-            return
         if self._begun:
-            flight.ended = True  # from now on whoever polls looks for its end
+            self._flight.ended = True  # from now on whoever polls looks for its end
         else:
-            flight.lease.release()
+            self._flight.release()
 
     def __del__(self) -> None:
         # Nobody else knows it any more. Without a lock: a garbage collection may run this in a thread
