@@ -22,8 +22,12 @@ pub(crate) fn row_scale(rows: &RowsView, token: usize, head: usize, dtype: DType
     }
     match f32::from_bits(largest) {
         0.0 => Some(0.0),
-        // Not below what keeps its inverse finite: such rows are finer than they need be.
-        largest if largest.is_finite() => Some((largest / largest_of(dtype)).max(f32::MIN_POSITIVE)),
+        largest if largest.is_finite() => {
+            // Not below what keeps its inverse finite: such rows are coarser than they need be.
+            let scale = (largest / largest_of(dtype)).max(f32::MIN_POSITIVE);
+            // Rounded down where the largest number would come back as infinity.
+            Some(if (scale * largest_of(dtype)).is_finite() { scale } else { scale.next_down() })
+        }
         _ => None,
     }
 }

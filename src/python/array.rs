@@ -11,6 +11,7 @@
 #![expect(unsafe_code, reason = "memory of other libraries enters and leaves the library here")]
 
 mod adopt;
+mod apart;
 mod dlpack;
 mod fill;
 mod integers;
@@ -25,6 +26,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
 pub(super) use adopt::{LayerArrays, PlaneArrays, adopt};
+pub(super) use apart::check_written;
 pub(super) use dlpack::export as export_capsule;
 pub(super) use fill::{Fill, Values};
 pub(super) use integers::{Integer, integers, named};

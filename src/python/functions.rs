@@ -6,7 +6,7 @@ use numpy::PyArray1;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use super::array::{Array, Output, Scale, reserve};
+use super::array::{Array, Output, Scale, check_written, reserve};
 use super::convert::{self, Number, given};
 use super::threads;
 use crate::attention::{self, AttentionOptions, BatchTables};
@@ -250,7 +250,7 @@ pub(super) fn row_buffer(wanted: bool, tokens: usize, num_heads: usize) -> PyRes
 ///     named twice the later token wins.
 /// k_scale, v_scale : float or array of float, optional
 ///     As in :func:`paged_attention`. Those of pages are written: each token and head gets the one
-///     that makes its largest number the dtype's, 0 if all are zero. With one per head, what is
+///     that makes its largest number the dtype's, but none below 1.2e-38, and 0 if all are zero. With one per head, what is
 ///     larger than the dtype's largest number times its scale becomes that.
 /// layout : {"HND", "NHD"}
 ///     Order of the axes of a page.
@@ -295,9 +295,13 @@ pub(super) fn write_pages(
     let pool = threads::shared(None)?;
     match (v, scales.pages(&key_pages, value_pages.as_ref(), order, true)?) {
         (Some(v), (key_pages, Some(value_pages))) => {
+            check_written(&[(&key_pages, "key_pages"), (&value_pages, "value_pages")])?;
             py.detach(|| attention::write_pages(k, v, key_pages, value_pages, &slots, &pool))?;
         }
-        (None, (key_pages, None)) => py.detach(|| attention::write_rows(k, key_pages, &slots, &pool))?,
+        (None, (key_pages, None)) => {
+            check_written(&[(&key_pages, "key_pages")])?;
+            py.detach(|| attention::write_rows(k, key_pages, &slots, &pool))?;
+        }
         _ => return Err(PyValueError::new_err("value and value_pages must both be given, or be None")),
     }
     Ok(())
@@ -384,7 +388,8 @@ pub(super) fn alibi_slopes(py: Python<'_>, num_heads: Number<u16>) -> Bound<'_, 
 ///     Elements of a value; `head_dim` if None, 0 where values are part of the keys.
 /// dtype : str or dtype
 ///     ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"float8_e4m3fn"``; of the last
-///     two, 8 bytes of scales per layer and KV head are counted.
+///     two, scales are counted as well: 4 bytes per layer and KV head for keys, and for values that are
+///     stored; they begin at a multiple of 4 bytes.
 ///
 /// Returns
 /// -------

@@ -49,10 +49,17 @@ impl KvStorage {
     }
 }
 
-/// Refuses a scale that is no positive number.
+/// The largest scale of a head: times the largest number of eight bits, and times the unit in which
+/// these are loaded, it is finite.
+const LARGEST: f32 = f32::MAX / 512.0;
+
+/// Refuses a scale that is no positive number, or so large that numbers times it may not be finite.
 pub fn check_positive(name: &str, scales: &[f32]) -> Result<()> {
-    match scales.iter().position(|&scale| !(scale.is_finite() && scale > 0.0)) {
-        Some(i) => Err(Error::Value(format!("{name}[{i}] is {}, not a positive number", scales[i]))),
+    match scales.iter().position(|&scale| !(scale > 0.0 && scale <= LARGEST)) {
+        Some(i) => {
+            let scale = scales[i];
+            Err(Error::Value(format!("{name}[{i}] is {scale}, not a positive number up to {LARGEST:e}")))
+        }
         None => Ok(()),
     }
 }

@@ -250,6 +250,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scales of 64 bits": ({"k_scale": np.ones((3, KV_HEADS, 4))}, paged_kv.LayoutError, "float64"),
     "a negative scale": ({"k_scale": -1.0}, ValueError, r"k_scale\[0\] is -1, not a positive number"),
     "a scale of zero": ({"v_scale": np.zeros(KV_HEADS)}, ValueError, r"v_scale\[0\] is 0"),
+    "a scale whose products are infinite": (
+        {"v_scale": 1.4e36},
+        ValueError,
+        r"not a positive number up to 6\.6",
+    ),
     "a scale of NaN": ({"v_scale": float("nan")}, ValueError, "v_scale"),
     "no number": ({"v_scale": "one"}, TypeError, "float|number"),
 }
@@ -265,6 +270,45 @@ def test_scales_that_make_no_sense_are_refused(name: str) -> None:
     assert np.isnan(pages.k_scale).all()
     with pytest.raises(error, match=message):
         pages.attend(**scales)
+
+
+def test_the_largest_floats_come_back_finite() -> None:
+    largest = np.finfo(np.float32).max
+    for dtype in ("int8", "float8_e4m3fn"):
+        cache = paged_kv.KvCache(num_layers=1, num_kv_heads=1, head_dim=4, num_pages=1, dtype=dtype)
+        value = np.full((1, 1, 4), largest, np.float32)
+        with cache.batch([cache.sequence()], 1) as batch:
+            cache.write(0, np.zeros_like(value), value, batch)
+            out = cache.attend(0, np.zeros_like(value), batch)
+        np.testing.assert_allclose(out, value, rtol=1e-6)
+
+
+def test_written_arrays_that_overlap_are_refused_and_interleaved_ones_are_not() -> None:
+    key, value = np.ones((2, 1, 1, 4), np.float32)
+    slots = np.array([0])
+    memory = np.zeros((4, 1, 2, 4), np.float32)
+    scales = np.zeros((3, 1, 2), np.float32)
+    eight = np.zeros((3, 1, 2, 4), np.int8)
+    for keys, values, options in (
+        (memory, memory, {}),
+        (memory[:3], memory[1:], {}),
+        (eight, eight.copy(), {"k_scale": scales, "v_scale": scales}),
+        (
+            eight,
+            eight.copy(),
+            {"k_scale": eight.ravel().view(np.float32).reshape(3, 1, 2), "v_scale": scales},
+        ),
+    ):
+        with pytest.raises(paged_kv.LayoutError, match="are written, but overlap in memory"):
+            paged_kv.write_pages(key, value, keys, values, slots, **options)
+    for array in (memory, eight, scales):
+        assert not array.any()
+    pairs = np.zeros((3, 2, 1, 2, 4), np.float32)
+    paged_kv.write_pages(key, 2 * value, pairs[:, 0], pairs[:, 1], slots)
+    np.testing.assert_array_equal(pairs[0, :, 0, 0], [[1] * 4, [2] * 4])
+    halves = np.zeros((3, 1, 2, 8), np.float32)
+    paged_kv.write_pages(key, 2 * value, halves[..., :4], halves[..., 4:], slots)
+    np.testing.assert_array_equal(halves[0, 0, 0], [1] * 4 + [2] * 4)
 
 
 def test_quantised_rows_and_what_is_no_number_are_refused() -> None:

@@ -4,10 +4,11 @@ use std::any::Any;
 
 use pyo3::prelude::*;
 
+use super::apart::overlap;
 use super::{Array, Owner, dlpack};
 use crate::error::{Error, Result};
 use crate::layout::{CacheLayout, PagesLayout};
-use crate::storage::{KvStorage, LayerPages, Scales};
+use crate::storage::{KvStorage, LayerPages};
 
 /// Keeps adopted arrays alive, from whatever thread the cache is dropped in.
 enum Keeper {
@@ -60,7 +61,7 @@ pub(in crate::python) fn adopt(layout: CacheLayout, arrays: Vec<LayerArrays<'_>>
         apart.extend(layer.value.is_some().then_some((value, number)));
         layers.push([key, value]);
     }
-    check_disjoint(apart)?;
+    check_disjoint(&apart)?;
     let keepers: Vec<Keeper> = arrays
         .into_iter()
         .flat_map(|layer| [Some(layer.key), layer.value].into_iter().flatten())
@@ -88,60 +89,15 @@ fn keeper(array: Array<'_>) -> Keeper {
 }
 
 /// Refuses arrays that could share an element. Each comes with its layer.
-fn check_disjoint(mut planes: Vec<(LayerPages, usize)>) -> Result<()> {
-    let of_scales = |(plane, layer): &(LayerPages, usize)| {
-        let Scales { base, layout, .. } = plane.scales?;
-        Some((LayerPages { base, layout, scales: None }, *layer))
+fn check_disjoint(planes: &[(LayerPages, usize)]) -> Result<()> {
+    let of_plane = |&(plane, layer): &(LayerPages, usize)| {
+        let scales = plane.scales.map(|scales| (scales.base, scales.layout, layer));
+        [Some((plane.base, plane.layout, layer)), scales].into_iter().flatten()
     };
-    planes.extend(planes.iter().filter_map(of_scales).collect::<Vec<_>>());
-    planes.sort_unstable_by_key(|(plane, _)| plane.base.addr());
-    for (i, (low, layer)) in planes.iter().enumerate() {
-        let end = low.base.addr() + low.layout.span()? * low.layout.dtype.size();
-        for (high, other) in planes[i + 1..].iter().take_while(|(plane, _)| plane.base.addr() < end) {
-            if !interleave(low, high, high.base.addr() - low.base.addr()) {
-                return Err(Error::Layout(format!(
-                    "the arrays of layers {layer} and {other} in storage overlap in memory"
-                )));
-            }
-        }
+    match overlap(planes.iter().flat_map(of_plane).collect())? {
+        None => Ok(()),
+        Some([layer, other]) => Err(Error::Layout(format!(
+            "the arrays of layers {layer} and {other} in storage overlap in memory"
+        ))),
     }
-    Ok(())
-}
-
-/// Whether two arrays, `offset` bytes apart, take turns along a stride that both have: then what lies
-/// inside that stride decides, and the rest repeats it.
-fn interleave(low: &LayerPages, high: &LayerPages, offset: usize) -> bool {
-    // In bytes.
-    let axes = |layout: &PagesLayout| {
-        let axes = [
-            (layout.page_stride, layout.num_pages),
-            (layout.head_stride, layout.num_heads),
-            (layout.token_stride, layout.page_size),
-        ];
-        let size = layout.dtype.size();
-        axes.into_iter().filter(|axis| axis.1 > 1).map(|axis| (axis.0 * size, axis.1)).collect::<Vec<_>>()
-    };
-    let row = |layout: &PagesLayout| layout.head_dim * layout.dtype.size();
-    let (a, b) = (axes(&low.layout), axes(&high.layout));
-    // Bytes spanned inside one period, if all other axes step by whole periods.
-    let inside = |axes: &[(usize, usize)], row: usize, period: usize| {
-        let mut span = row;
-        for &(stride, count) in axes {
-            if stride < period {
-                span += stride * (count - 1);
-            } else if stride % period != 0 {
-                return None;
-            }
-        }
-        Some(span)
-    };
-    a.iter().map(|axis| axis.0).filter(|&period| period > 0).any(|period| {
-        let (Some(first), Some(second)) =
-            (inside(&a, row(&low.layout), period), inside(&b, row(&high.layout), period))
-        else {
-            return false;
-        };
-        let at = offset % period;
-        first <= at && at + second <= period
-    })
 }
