@@ -225,6 +225,31 @@ def test_copies_and_steps_of_another_caches_views_wait_for_late_streams(fake: Fa
     assert empty_pool(cache)
 
 
+def test_a_reader_waits_for_what_was_launched_last_not_for_what_was_begun_last(fake: Fake) -> None:
+    """Of two batches of one stream the first goes on after the second has ended."""
+    cache, want, device = device_cache(), host_cache(), ascend.open_device(0)
+    late, fast = ascend.Stream(device), ascend.Stream(device)
+    sequences, same = [[each.sequence() for _ in range(2)] for each in (cache, want)]
+    for seed, sequence in enumerate(same):
+        append(want, [sequence], 5, 10 * seed)
+    query, out = (ascend.empty(device, (2, HEADS, DIM), "float16") for _ in range(2))
+    query.memory.copy_from(rows(7, 2, HEADS).astype(np.float16))
+    first, second = (cache.batch([sequence], 5, stream=late) for sequence in sequences)
+    cache.write(0, rows(0, 5), rows(1000, 5), first)
+    with second:
+        write(cache, second, 10)
+    late.synchronize()
+    with fake.held(late):
+        with first:
+            cache.write(1, rows(1, 5), rows(1001, 5), first)
+        with cache.batch(sequences, 0, num_queries=1, stream=fast) as batch:
+            cache.attend(1, query, batch, out=out)
+        assert not fast.record().query()
+    with want.batch(same, 0, num_queries=1) as batch:
+        answer = want.attend(1, rows(7, 2, HEADS), batch)
+    np.testing.assert_allclose(out.numpy(), answer, rtol=0, atol=4e-3)
+
+
 def test_a_writer_waits_for_the_readers_of_a_late_stream(fake: Fake) -> None:
     """Written in place, where the kernel that is late still reads."""
     cache, device = device_cache(), ascend.open_device(0)
@@ -330,6 +355,44 @@ def test_a_batch_that_launched_nothing_leaves_no_lease(fake: Fake) -> None:
     sequence.free()
     assert empty_pool(cache)
     assert fake.calls("aclrtRecordEvent") == events
+
+
+def test_pages_that_a_wrong_handle_never_got_to_write_come_back(fake: Fake) -> None:
+    cache = device_cache(num_pages=4)
+    for handle in (12345, 12346):
+        sequence = cache.sequence()
+        with pytest.raises(paged_kv.DeviceError), cache.batch([sequence], 64, stream=handle) as batch:
+            write(cache, batch, 0)
+        sequence.free()
+        assert cache.stats()["deferred_pages"] == 0
+    parent = cache.sequence()
+    append(cache, [parent], 5, 0)
+    settle(cache)
+    child = parent.fork()
+    with pytest.raises(paged_kv.DeviceError):
+        cache.batch([child], 1, stream=12345)  # copies a page
+    for sequence in (parent, child):
+        sequence.free()
+    settle(cache)
+    assert empty_pool(cache)
+    fake.clear()
+
+
+def test_a_launch_that_could_not_wait_for_a_late_stream_waits_when_repeated(fake: Fake) -> None:
+    cache, device = device_cache(), ascend.open_device(0)
+    late, fast = ascend.Stream(device), ascend.Stream(device)
+    sequence = cache.sequence()
+    query, out = (ascend.empty(device, (1, HEADS, DIM), "float16") for _ in range(2))
+    query.memory.copy_from(rows(7, 1, HEADS).astype(np.float16))
+    with fake.held(late):
+        append(cache, [sequence], 5, 0, stream=late)
+        with cache.batch([sequence], 0, num_queries=1, stream=fast) as batch:
+            fake.fail("aclrtStreamWaitEvent", 207001)
+            with pytest.raises(paged_kv.DeviceError):
+                cache.attend(0, query, batch, out=out)
+            cache.attend(0, query, batch, out=out)
+        assert not fast.record().query()
+    np.testing.assert_allclose(out.numpy(), read(cache, sequence), rtol=0, atol=4e-3)
 
 
 def test_a_stream_of_somebody_else_by_its_handle(fake: Fake) -> None:

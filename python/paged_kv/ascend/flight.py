@@ -48,19 +48,17 @@ class Flight:
         self._reads: list[npt.NDArray[np.integer]] = []
         self._writes: list[npt.NDArray[np.integer]] = []
 
-    def touches(self, reads: npt.NDArray[np.integer], writes: npt.NDArray[np.integer]) -> bool:
-        """Add pages that the work reads or writes, entries below 0 being none; say whether they are new."""
-        known = any(one is reads for one in self._reads) and any(one is writes for one in self._writes)
-        if not known:
-            self._reads.append(reads)
-            self._writes.append(writes)
-        return not known
+    def touch(self, reads: npt.NDArray[np.integer], writes: npt.NDArray[np.integer]) -> None:
+        """Add pages that the work reads or writes, entries below 0 being none."""
+        self._reads.append(reads)
+        self._writes.append(writes)
 
     def pages(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """Return bool [num_pages] of the pages that are read, and of those that are written."""
-        return self._mask(self._reads), self._mask(self._writes)
+        return self.mask(self._reads), self.mask(self._writes)
 
-    def _mask(self, lists: list[npt.NDArray[np.integer]]) -> npt.NDArray[np.bool_]:
+    def mask(self, lists: list[npt.NDArray[np.integer]]) -> npt.NDArray[np.bool_]:
+        """Return bool [num_pages] of the pages that the arrays name."""
         mask = np.zeros(self._num_pages, np.bool_)
         for pages in lists:
             mask[pages[pages >= 0]] = True
@@ -92,32 +90,40 @@ class Flights:
     def __init__(self) -> None:
         # Reentrant: a garbage collection inside may end a batch.
         self._lock = threading.RLock()
-        self._flights: list[Flight] = []
+        # In the order in which each was last given something, so that of one stream the last one's end
+        # is the end of all.
+        self._flights: dict[Flight, None] = {}
 
-    def add(self, flight: Flight) -> None:
-        """Note work from its first step on."""
+    def put_last(self, flight: Flight) -> None:
+        """Note that a flight is given something now; before it is launched."""
         with self._lock:
-            self._flights.append(flight)
+            self._flights.pop(flight, None)
+            self._flights[flight] = None
+
+    def remove(self, flight: Flight) -> None:
+        """Forget a flight of which nothing was launched."""
+        with self._lock:
+            self._flights.pop(flight, None)
 
     def poll(self) -> bool:
         """End the leases of work that has passed; return whether there was any. Never waits."""
         with self._lock:
             passed, waiting = [], set()
-            for flight in self._flights.copy():
+            for flight in list(self._flights):
                 # A stream works in order: where one is not done, none after it is.
                 if flight.stream.handle in waiting:
                     continue
                 if flight.passed():
                     passed.append(flight)
-                    self._flights.remove(flight)
+                    del self._flights[flight]
                 elif flight.ended:
                     waiting.add(flight.stream.handle)
         for flight in passed:
             flight.release()
         return bool(passed)
 
-    def order(self, flight: Flight) -> None:
-        """Let a flight's stream wait for the work of other streams that touches the same pages.
+    def order(self, flight: Flight, reads: npt.NDArray[np.integer], writes: npt.NDArray[np.integer]) -> None:
+        """Let a flight's stream wait for the work of other streams on pages that it reads or writes next.
 
         Of two that only read neither waits.
 
@@ -131,11 +137,11 @@ class Flights:
             others = [other for other in self._flights if other.stream.handle != mine]
         if not others:
             return
-        reads, writes = flight.pages()
+        reading, writing = flight.mask([reads]), flight.mask([writes])
         latest = {}
         for other in others:
             read, written = other.pages()
-            if (writes & (read | written)).any() or (reads & written).any():
+            if (writing & (read | written)).any() or (reading & written).any():
                 latest[other.stream.handle] = other
         for other in latest.values():
             flight.stream.wait(other.event or other.stream.record())

@@ -49,6 +49,7 @@ class Work:
         self.lane = lane
         self._flight = flight
         self._step: Step | None = None
+        self._ordered: list[tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]] = []
         self._begun = False
         self._ended = False
 
@@ -57,19 +58,21 @@ class Work:
     def copy(self, copies: npt.NDArray[np.int64]) -> None:
         """Copy pages in all layers, int64 [n, 2] of source and destination; no destination is used twice."""
         backend = self.backend
-        with self._launching(copies[:, 0], copies[:, 1]):
+        sources, destinations = copies[:, 0], copies[:, 1]
+        with self.lane.lock:
             pairs = self.lane.upload("copies", np.array(copies, np.int64))
             for layer in range(backend.num_layers):
                 keys, values = backend.layer(layer)
-                backend.kernels.copy_pages(
-                    self.lane.stream,
-                    keys.memory,
-                    values.memory,
-                    pairs,
-                    len(copies),
-                    backend.page_bytes,
-                    min(backend.num_cores, 2 * len(copies)),
-                )
+                with self._launching(sources, destinations):
+                    backend.kernels.copy_pages(
+                        self.lane.stream,
+                        keys.memory,
+                        values.memory,
+                        pairs,
+                        len(copies),
+                        backend.page_bytes,
+                        min(backend.num_cores, 2 * len(copies)),
+                    )
 
     def write(self, layer: int, key: Any, value: Any, batch: Batch | BatchView) -> None:
         """Put the new tokens' keys and values of one layer into their slots.
@@ -151,16 +154,27 @@ class Work:
 
     @contextlib.contextmanager
     def _launching(self, reads: npt.NDArray[np.integer], writes: npt.NDArray[np.integer]) -> Iterator[None]:
-        """Launch in the block, after what other streams do with these pages."""
+        """Launch one kernel in the block, after what other streams do with these pages."""
+        flights, flight = self.backend.flights, self._flight
         with self.lane.lock:
-            flight = self._flight
-            if not self._begun:
-                self._begun = True
-                self.backend.flights.add(flight)
+            ordered = any(read is reads and written is writes for read, written in self._ordered)
+            if not ordered:
+                flight.touch(reads, writes)
+            begun, self._begun = self._begun, True
             flight.event = None  # whatever was marked, this comes after it
-            if flight.touches(reads, writes):
-                self.backend.flights.order(flight)
-            yield
+            flights.put_last(flight)
+            try:
+                if not ordered:
+                    flights.order(flight, reads, writes)
+                    self._ordered.append((reads, writes))
+                yield
+            except DeviceError:
+                if not begun:
+                    # Nothing is under way, so nothing is to be waited for: a stream that takes no
+                    # kernel may take no event either, and would keep the pages for ever.
+                    self._begun = False
+                    flights.remove(flight)
+                raise
 
     def finish(self) -> None:
         """Mark the work so far, before the batch ends; ``DeviceError`` where that fails."""
