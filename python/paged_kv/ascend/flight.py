@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paged_kv.ascend.errors import DeviceError
+from paged_kv.ascend.runtime import is_forked
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -107,6 +108,8 @@ class Flights:
 
     def poll(self) -> bool:
         """End the leases of work that has passed; return whether there was any. Never waits."""
+        if is_forked():  # nothing passes here, and a thread of the parent may have held the lock
+            return False
         with self._lock:
             passed, waiting = [], set()
             for flight in list(self._flights):

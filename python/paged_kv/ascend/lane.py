@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from paged_kv.ascend.memory import allocate
+from paged_kv.ascend.runtime import check_fork
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -29,20 +30,26 @@ class Lane:
         The stream's device.
     stream : Stream
         The stream.
-
-    Attributes
-    ----------
-    lock : RLock
-        Held while a step is launched, so that those of several threads don't mix. Reentrant: a
-        garbage collection inside may end a batch.
     """
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self.stream = stream
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()  # reentrant: a garbage collection inside may end a batch
         self._device = device
         self._scratch: dict[str, DeviceMemory] = {}
         self._spare: list[DeviceMemory] = []
+
+    @property
+    def lock(self) -> threading.RLock:
+        """What is held while a step is launched, so that those of several threads don't mix.
+
+        Raises
+        ------
+        UnavailableError
+            The process was forked: a thread of its parent may have held it.
+        """
+        check_fork()
+        return self._lock
 
     def scratch(self, name: str, nbytes: int) -> DeviceMemory:
         """Return memory for one purpose of one step, the lock being held; its content is unknown."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from paged_kv.ascend import acl as table
 from paged_kv.ascend.device import Handle
 from paged_kv.ascend.errors import DeviceError
-from paged_kv.ascend.runtime import is_forked
+from paged_kv.ascend.runtime import check_fork, is_forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,6 +160,7 @@ class Stream:
         DeviceError
             Some of the work failed, or it took longer.
         """
+        check_fork()  # before the lock, which a thread of the parent may have held
         with self._lock:
             self._close()
             last = self._kept[-1] if self._kept else None
@@ -183,6 +184,8 @@ class Stream:
 
     def poll(self) -> bool:
         """Let go of what is kept for work that has passed; return whether nothing is kept. Never waits."""
+        if is_forked():
+            return False
         status = ctypes.c_int32()
         try:
             with self._lock, self.device.current() as acl:

@@ -10,6 +10,7 @@ import numpy as np
 
 from paged_kv.ascend.attention import attend
 from paged_kv.ascend.errors import DeviceError
+from paged_kv.ascend.runtime import is_forked
 from paged_kv.ascend.step import Step
 from paged_kv.ascend.tensor import device_tensor, host_array, to_bits
 from paged_kv.ascend.tiling import WriteTiling
@@ -184,6 +185,9 @@ class Work:
 
     def park(self) -> None:
         """Note that the batch has ended: its lease ends when the work has passed. Never fails."""
+        if is_forked():  # no lock can be had, and no other thread is there
+            self._end()
+            return
         with self.lane.lock:
             with contextlib.suppress(DeviceError):  # the next poll tries again
                 self.finish()
