@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import threading
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +15,7 @@ import pytest
 import paged_kv
 from ascend_device import DIM, HEADS, append, device_cache, empty_pool, read, rows, settle, write
 from paged_kv import ascend
+from paged_kv.ascend.flight import Flight
 
 if TYPE_CHECKING:
     from ascend_fake import Fake
@@ -142,3 +147,51 @@ def test_a_failed_commit_leaves_the_batch_open_and_a_with_block_closes_it(fake: 
     sequence.free()
     settle(cache)
     assert empty_pool(cache)
+
+
+@pytest.mark.parametrize("held", ["a stream's", "the cache's"])
+def test_a_forked_child_is_refused_though_a_thread_of_its_parent_holds_a_lock(fake: Fake, held) -> None:
+    cache, stream = device_cache(), ascend.Stream(ascend.open_device(0))
+    batch = cache.batch([cache.sequence()], 1, stream=stream)
+    go, inside = threading.Event(), threading.Event()
+
+    def stop(*_: object) -> int:
+        inside.set()
+        go.wait(30)
+        return 0
+
+    with fake.held(stream), pytest.MonkeyPatch.context() as patch:
+        append(cache, [cache.sequence()], 3, 0, stream=stream)  # something to look for the end of
+        if held == "a stream's":
+            patch.setattr(ascend.Stream, "launch", stop)
+            thread = threading.Thread(target=write, args=(cache, batch, 0))
+        else:
+            patch.setattr(Flight, "passed", stop)
+            thread = threading.Thread(target=cache.stats)
+        thread.start()
+        assert inside.wait(30)
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # newer Pythons warn of forking beside threads
+            child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            refused = 0
+            for use in (
+                lambda: write(cache, batch, 0),
+                lambda: cache.batch([cache.sequence()], 1),
+                stream.synchronize,
+            ):
+                try:
+                    use()
+                except ascend.UnavailableError as error:
+                    refused += "forked" in str(error)
+            cache.stats()
+            batch.close()
+            os._exit(refused)
+        status = os.waitpid(child, 0)[1]
+        go.set()
+        thread.join()
+    assert os.waitstatus_to_exitcode(status) == 3
+    batch.close()
