@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import pickle
 from typing import TYPE_CHECKING
 
@@ -280,6 +281,9 @@ def test_arguments_that_do_not_fit_are_refused_and_nothing_is_launched(fake: Fak
         for key, message in [
             (rows(0, 2), r"key has shape \[2, 2, 16\] instead of \[3, 2, 16\]"),
             (good.astype(np.float64), "key is float64"),
+            (good.astype(">f2"), "key is >f2 of the other byte order"),
+            (good.astype(">f4"), "key is >f4 of the other byte order"),
+            (good.astype(">u2"), "key is >u2 of the other byte order"),
             (
                 ascend.empty(device, good.shape, "bfloat16"),
                 "key is bfloat16 on the device, the cache float16",
@@ -296,8 +300,15 @@ def test_arguments_that_do_not_fit_are_refused_and_nothing_is_launched(fake: Fak
             ({"alibi_slopes": np.zeros(HEADS, np.float32)}, "alibi_slopes on ascend:0"),
             ({"sinks": np.zeros(HEADS, np.float32)}, "sinks on ascend:0"),
             ({"return_error_bound": True}, "return_error_bound"),
-            ({"logits_soft_cap": -1.0}, "soft_cap -1"),
+            ({"logits_soft_cap": -1.0}, "logits_soft_cap must be 0 .off. or positive, not -1"),
+            ({"logits_soft_cap": math.inf}, "logits_soft_cap must be 0 .off. or positive, not inf"),
+            ({"logits_soft_cap": 1e300}, "logits_soft_cap must be 0 .off. or positive, not inf"),
+            ({"logits_soft_cap": math.nan}, "logits_soft_cap must be 0 .off. or positive, not nan"),
+            ({"scale": math.nan}, "scale must be finite, not nan"),
+            ({"scale": -math.inf}, "scale must be finite, not -inf"),
+            ({"scale": 1e300}, "scale must be finite, not inf"),
             ({"window_left": -2}, "window_left -2"),
+            ({"out": query.astype(">f4")}, "out is >f4"),
             ({"out": np.zeros((3, HEADS, DIM), np.float16)}, "out is float16"),
         ]:
             with pytest.raises(ValueError, match=message):
@@ -308,6 +319,8 @@ def test_arguments_that_do_not_fit_are_refused_and_nothing_is_launched(fake: Fak
             cache.attend(0, query[:2], batch)
         with pytest.raises(paged_kv.LayoutError, match=r"instead of \[tokens, num_heads, 16\]"):
             cache.attend(0, rows(0, 3, HEADS, 32), batch)
+        with pytest.raises(paged_kv.LayoutError, match="query is >f2 of the other byte order"):
+            cache.attend(0, query.astype(">f2"), batch)
         with pytest.raises(paged_kv.LayoutError, match="needs out="):
             cache.attend(0, on_device, batch)
         with pytest.raises(paged_kv.LayoutError, match="out is in host memory"):
@@ -421,6 +434,23 @@ def test_windows_and_soft_caps_are_those_of_the_host() -> None:
                 ]
             )
     np.testing.assert_allclose(*answers, rtol=0, atol=4e-3)
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("num_queries", [[1, 1], [2, 3]])
+def test_a_sequence_without_tokens_in_a_step_gets_zeros(num_queries) -> None:
+    answers = []
+    for cache in (device_cache(), host_cache()):
+        full, empty = cache.sequence(), cache.sequence()
+        append(cache, [full], 20, 0)
+        query = rows(1, sum(num_queries), HEADS)
+        with cache.batch([full, empty], 0, num_queries=num_queries) as batch:
+            answers.append(cache.attend(0, query, batch, return_lse=True))
+    (out, lse), (want, want_lse) = answers
+    assert not out[num_queries[0] :].any()
+    assert (lse[num_queries[0] :] == -np.inf).all()
+    np.testing.assert_allclose(out, want, rtol=0, atol=4e-3)
+    np.testing.assert_allclose(lse, want_lse, rtol=0, atol=4e-3)
 
 
 @pytest.mark.usefixtures("fake")

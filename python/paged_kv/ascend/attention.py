@@ -66,7 +66,7 @@ def attend(
     LayoutError
         For what the kernels can't do, by name and number.
     ValueError
-        For a layer that is not there, or a batch that has ended.
+        For a layer that is not there, a scale or soft cap that is not finite, or a batch that has ended.
     InvalidPageError
         A block table names a page that is not there.
     DeviceError
@@ -77,6 +77,10 @@ def attend(
     for name, given in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if given is not None:
             raise LayoutError(f"{name} on ascend:{backend.device.index}: the kernels don't have them")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, not {scale}")
+    if not 0 <= logits_soft_cap < math.inf:
+        raise ValueError(f"logits_soft_cap must be 0 (off) or positive, not {logits_soft_cap}")
     rows: DeviceTensor | npt.NDArray[Any] | None = device_tensor("query", query, backend.device)
     if rows is None:
         rows = host_array("query", query)[0]

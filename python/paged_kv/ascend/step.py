@@ -98,8 +98,10 @@ class Step:
         ValueError
             A sequence has more queries than tokens, and their positions count.
         """
-        if (causal or window_left >= 0) and (self.queries > self.lens).any():
-            i = int((self.queries > self.lens).argmax())
+        # Queries of a sequence without tokens see nothing, wherever they are.
+        unplaced = (self.queries > self.lens) & (self.lens > 0)
+        if (causal or window_left >= 0) and unplaced.any():
+            i = int(unplaced.argmax())
             raise ValueError(
                 f"{self.queries[i]} queries of {self.lens[i]} tokens have no positions "
                 f"(sequence at index {i})"

@@ -257,6 +257,8 @@ def host_array(name: str, array: Any) -> tuple[npt.NDArray[Any], str]:
     dtype = "bfloat16" if array.dtype.name == "uint16" else array.dtype.name
     if dtype not in ("float32", "float16", "bfloat16"):
         raise LayoutError(f"{name} is {dtype}; float32, float16 and bfloat16 are taken")
+    if not array.dtype.isnative:
+        raise LayoutError(f"{name} is {array.dtype} of the other byte order")
     return array, dtype
 
 
