@@ -360,6 +360,63 @@ def test_field_c78_an_entry_out_of_range_never_reaches_the_device() -> None:
 
 
 @pytest.mark.usefixtures("fake")
+def test_a_slot_that_is_there_twice_is_named() -> None:
+    cache, tables = device_cache(), paged_kv.KvCache(num_layers=0, num_pages=16)
+    with tables.batch([tables.sequence()], 5) as batch:
+        make, arguments = pickle.loads(pickle.dumps(batch)).__reduce__()
+    arguments = list(arguments)
+    arguments[6] = np.array([-1, 18, -1, 17, 18], np.int64)
+    with pytest.raises(ValueError, match="slot 18 is there twice"):
+        cache.write(0, rows(0, 5), rows(0, 5), make(*arguments))
+    arguments[6][1] = 16
+    cache.write(0, rows(0, 5), rows(0, 5), make(*arguments))
+
+
+def part(memory: ascend.DeviceMemory, offset: int, shape: tuple[int, ...]) -> ascend.DeviceTensor:
+    return ascend.DeviceTensor(memory[offset:], shape, "float16")
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_an_output_in_the_way_of_what_is_read_is_refused(tokens) -> None:
+    device, cache = ascend.open_device(0), device_cache()
+    shape = (tokens, HEADS, DIM)
+    memory = ascend.allocate(device, 2 * tokens * HEADS * DIM * 2 + 64)
+    memory.copy_from(np.zeros(memory.nbytes, np.uint8))
+    query = part(memory, 64, shape)
+    sequence = cache.sequence()
+    append(cache, [sequence], 20, 0)
+    with cache.batch([sequence], tokens) as batch:
+        write(cache, batch, 1)
+        for out, message in [
+            (part(memory, 0, shape), "out, 0x[0-9a-f]+ to 0x[0-9a-f]+, overlaps query, 0x"),
+            (part(memory, 96, shape), "out, 0x[0-9a-f]+ to 0x[0-9a-f]+, overlaps query, 0x"),
+            (part(memory, 64 + query.nbytes - 32, shape), "overlaps query"),
+            (part(memory, 66, shape), "out begins at 0x[0-9a-f]+, no multiple of 32"),
+            (part(cache.value_pages(1).memory, 4096, shape), "lies in the cache's own pages at 0x"),
+        ]:
+            with pytest.raises(paged_kv.LayoutError, match=message):
+                cache.attend(0, query, batch, out=out)
+        after = part(memory, 64 + query.nbytes, shape)
+        cache.attend(0, query, batch, out=after)
+        cache.attend(0, query, batch, out=query)
+        np.testing.assert_array_equal(query.numpy(), after.numpy())
+
+
+@pytest.mark.usefixtures("fake")
+def test_storage_that_overlaps_is_refused() -> None:
+    device, shape = ascend.open_device(0), (8, KV_HEADS, 16, DIM)
+    nbytes = 8 * KV_HEADS * 16 * DIM * 2
+    memory = ascend.allocate(device, 2 * nbytes + 64)
+    for first, second in [(0, 64), (64, 0), (0, 0), (64, 64 + nbytes - 32)]:
+        pair = (part(memory, first, shape), part(memory, second, shape))
+        with pytest.raises(paged_kv.LayoutError, match=r"value_pages of layer 0 .* overlaps the array given"):
+            paged_kv.KvCache(num_layers=1, device="ascend:0", storage=[pair])
+    pair = (part(memory, nbytes, shape), part(memory, 0, shape))
+    assert paged_kv.KvCache(num_layers=1, device="ascend:0", storage=[pair]).num_pages == 8
+
+
+@pytest.mark.usefixtures("fake")
 def test_a_view_of_another_cache_is_followed() -> None:
     cache, host = device_cache(), host_cache()
     parent = host.sequence()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paged_kv.ascend.tensor import DeviceTensor, device_tensor, empty, from_bits, host_array, to_bits
+from paged_kv.ascend.tensor import DeviceTensor, device_tensor, empty, from_bits, host_array, span, to_bits
 from paged_kv.ascend.tiling import DTYPES, LAYOUTS, DecodeTiling, PrefillTiling, Shape
 from paged_kv.errors import LayoutError
 
@@ -213,7 +213,22 @@ def _output(work: Work, out: Any, query: DeviceTensor | npt.NDArray[Any]) -> Dev
         raise LayoutError(
             f"out is {tensor.dtype} {list(tensor.shape)} instead of {query.dtype} {list(query.shape)}"
         )
+    _check_place(work, tensor, query)
     return tensor
+
+
+def _check_place(work: Work, out: DeviceTensor, query: DeviceTensor) -> None:
+    """Refuse an output whose writing would change what other blocks of the kernel read or write."""
+    (begin, end), (first, last) = span(out), span(query)
+    if begin == end:
+        return
+    if begin % 32:  # blocks write in units of that many
+        raise LayoutError(f"out begins at {begin:#x}, no multiple of 32 bytes")
+    if begin != first and begin < last and first < end:  # query itself is fine: each row is read before
+        raise LayoutError(f"out, {begin:#x} to {end:#x}, overlaps query, {first:#x} to {last:#x}")
+    pages = work.backend.overlapped(out)
+    if pages is not None:
+        raise LayoutError(f"out, {begin:#x} to {end:#x}, lies in the cache's own pages at {pages:#x}")
 
 
 def _put(bits: npt.NDArray[np.uint16], dtype: str, target: npt.NDArray[Any]) -> None:

@@ -5,6 +5,7 @@ The cache keeps tables, counts and leases on the host and decides; this holds th
 
 from __future__ import annotations
 
+import bisect
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from paged_kv.ascend.flight import Flight, Flights
 from paged_kv.ascend.kernels import load_kernels
 from paged_kv.ascend.lane import Lane
 from paged_kv.ascend.stream import Stream
-from paged_kv.ascend.tensor import DeviceTensor, device_tensor, empty
+from paged_kv.ascend.tensor import DeviceTensor, device_tensor, empty, span
 from paged_kv.ascend.tiling import DTYPES, WriteTiling
 from paged_kv.ascend.work import Work
 from paged_kv.errors import CacheMemoryError, LayoutError
@@ -97,6 +98,7 @@ class Backend:
         self._shape = (num_pages, *inner, head_dim)
         self.page_bytes = num_kv_heads * page_size * head_dim * 2
         self._l2_bytes: int | None = None
+        self._spans: list[tuple[int, int]] = []  # begin and end of every array, in order
         if storage is None:
             self._layers = self._allocate(num_layers)
         else:
@@ -119,13 +121,17 @@ class Backend:
                 f"{total} bytes are free",
                 bytes=needed,
             )
-        return [
+        layers = [
             (empty(self.device, self._shape, self.dtype), empty(self.device, self._shape, self.dtype))
             for _ in range(num_layers)
         ]
+        for pair in layers:
+            for tensor in pair:
+                bisect.insort(self._spans, span(tensor))
+        return layers
 
     def _adopt(self, num_layers: int, storage: Iterable[Any]) -> list[tuple[DeviceTensor, DeviceTensor]]:
-        layers, addresses = [], set()
+        layers = []
         for layer, arrays in enumerate(storage):
             pair = []
             for which, array in zip(("key_pages", "value_pages"), arrays, strict=True):
@@ -140,9 +146,13 @@ class Backend:
                     )
                 if tensor.data_ptr % 32:
                     raise LayoutError(f"{name} begins at {tensor.data_ptr:#x}, no multiple of 32 bytes")
-                if tensor.data_ptr in addresses:
-                    raise LayoutError(f"{name}: the array at {tensor.data_ptr:#x} was given before")
-                addresses.add(tensor.data_ptr)
+                begin, end = span(tensor)
+                other = self.overlapped(tensor)
+                if other is not None:
+                    raise LayoutError(
+                        f"{name}, {begin:#x} to {end:#x}, overlaps the array given before at {other:#x}"
+                    )
+                bisect.insort(self._spans, (begin, end))
                 pair.append(tensor)
             layers.append((pair[0], pair[1]))
         if len(layers) != num_layers:
@@ -238,6 +248,13 @@ class Backend:
         if layer >= len(self._layers):
             raise ValueError(f"layer {layer} is not below {len(self._layers)} layers")
         return self._layers[layer]
+
+    def overlapped(self, tensor: DeviceTensor) -> int | None:
+        """Return where the cache's array begins that shares bytes with a tensor, if one does."""
+        begin, end = span(tensor)
+        # They don't overlap each other: only the last that begins before the tensor's end can reach into it.
+        before = bisect.bisect_left(self._spans, (end,)) - 1
+        return self._spans[before][0] if before >= 0 and self._spans[before][1] > begin else None
 
     def pages(self, layer: int, which: int) -> DeviceTensor:
         """Return the keys (0) or values (1) of one layer."""

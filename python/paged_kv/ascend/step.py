@@ -56,6 +56,8 @@ class Step:
         A slot is out of range.
     LayoutError
         Lengths or rows make no sense.
+    ValueError
+        Two tokens go into one slot: which of them stayed would be chance.
     """
 
     def __init__(self, batch: Batch | BatchView, num_pages: int, page_size: int) -> None:
@@ -87,6 +89,10 @@ class Step:
                 page=page,
                 num_pages=num_pages,
             )
+        slots = np.sort(self.slots[self.slots >= 0])
+        again = slots[1:][slots[1:] == slots[:-1]]
+        if len(again):
+            raise ValueError(f"slot {again[0]} is there twice")
 
     def check_table(self, window_left: int, *, causal: bool) -> None:
         """Check every entry that attention will look up; with a window those before it may be missing.

@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 
     from paged_kv.ascend.device import Device
 
-__all__ = ["DeviceTensor", "as_tensor", "device_tensor", "empty", "from_bits", "host_array", "to_bits"]
+__all__ = [
+    "DeviceTensor",
+    "as_tensor",
+    "device_tensor",
+    "empty",
+    "from_bits",
+    "host_array",
+    "span",
+    "to_bits",
+]
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}
 
@@ -210,6 +219,12 @@ def device_tensor(name: str, array: object, device: Device) -> DeviceTensor | No
     if tensor is not None and tensor.memory.device is not device:
         raise LayoutError(f"{name} is on {tensor.device}, the cache on {_name(device)}")
     return tensor
+
+
+def span(tensor: DeviceTensor) -> tuple[int, int]:
+    """Return the address of a tensor's first byte, and that after its last."""
+    begin = tensor.data_ptr
+    return begin, begin + tensor.nbytes
 
 
 def _name(device: Device) -> str:
