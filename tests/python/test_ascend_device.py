@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import pickle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -26,6 +26,7 @@ from ascend_device import (
     write,
 )
 from paged_kv import ascend
+from paged_kv.ascend import dlpack
 
 if TYPE_CHECKING:
     from ascend_fake import Fake
@@ -185,6 +186,56 @@ def test_dlpack_carries_device_arrays_both_ways(fake: Fake) -> None:
     del tensor
     gc.collect()
     assert fake.memory_used(1) < used
+
+
+def test_a_consumer_that_refuses_says_why_and_keeps_nothing(fake: Fake) -> None:
+    tensor = ascend.empty(ascend.open_device(0), (1024, 4), "float16")
+    for source in (tensor, Foreign(tensor, True), Foreign(tensor, False)):
+        with pytest.raises((BufferError, RuntimeError), match="nsupported device"):
+            np.from_dlpack(source)
+    used = fake.memory_used()
+    del tensor, source
+    gc.collect()
+    assert fake.memory_used() < used
+
+
+class Marked(Foreign):
+    """An array whose capsule says that it is read-only, or of some version."""
+
+    def __init__(self, tensor: ascend.DeviceTensor, field: str, value: int) -> None:
+        super().__init__(tensor, True)
+        self.field, self.value = field, value
+
+    def __dlpack__(self, **options: Any) -> object:
+        capsule = super().__dlpack__(**options)
+        address = dlpack._api.PyCapsule_GetPointer(capsule, b"dltensor_versioned")
+        setattr(dlpack._Versioned.from_address(address), self.field, self.value)
+        return capsule
+
+
+def test_read_only_arrays_and_unknown_versions_are_refused(fake: Fake) -> None:
+    device, cache = ascend.open_device(0), device_cache()
+    query = ascend.empty(device, (1, HEADS, DIM), "float16")
+    query.memory.copy_from(np.zeros(query.nbytes, np.uint8))
+    pages = [ascend.empty(device, (8, KV_HEADS, 16, DIM), "float16") for _ in range(2)]
+    marked = Marked(ascend.empty(device, (1, HEADS, DIM), "float16"), "flags", 1)
+    with cache.batch([cache.sequence()], 1) as batch:
+        for out in (marked, ascend.as_tensor(marked, device)):
+            with pytest.raises(paged_kv.LayoutError, match="out is read-only"):
+                cache.attend(0, query, batch, out=out)
+        cache.attend(0, Marked(query, "flags", 1), batch, out=marked.tensor)
+        with pytest.raises(paged_kv.LayoutError, match=r"DLPack version 2\.0; up to 1 is taken"):
+            cache.attend(0, Marked(query, "major", 2), batch, out=marked.tensor)
+    with pytest.raises(paged_kv.LayoutError, match="value_pages of layer 0 in storage is read-only"):
+        storage = [(pages[0], Marked(pages[1], "flags", 1))]
+        paged_kv.KvCache(num_layers=1, device="ascend:0", storage=storage)
+    again = ascend.as_tensor(ascend.as_tensor(marked, device), device)
+    with pytest.raises(BufferError, match="readonly"):
+        again.__dlpack__()
+    used = fake.memory_used()
+    del query, pages, marked, out, storage, again
+    gc.collect()
+    assert fake.memory_used() < used
 
 
 class TorchDevice:

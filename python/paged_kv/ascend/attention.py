@@ -206,7 +206,7 @@ def _output(work: Work, out: Any, query: DeviceTensor | npt.NDArray[Any]) -> Dev
         raise LayoutError(f"query is {query.dtype} on the device, the cache {work.backend.dtype}")
     if out is None:
         raise LayoutError("a query on the device needs out=")
-    tensor = device_tensor("out", out, work.backend.device)
+    tensor = device_tensor("out", out, work.backend.device, writable=True)
     if tensor is None:
         raise LayoutError("out is in host memory, the query on the device")
     if (tensor.shape, tensor.dtype) != (query.shape, query.dtype):

@@ -136,7 +136,7 @@ class Backend:
             pair = []
             for which, array in zip(("key_pages", "value_pages"), arrays, strict=True):
                 name = f"{which} of layer {layer} in storage"
-                tensor = device_tensor(name, array, self.device)
+                tensor = device_tensor(name, array, self.device, writable=True)
                 if tensor is None:
                     raise LayoutError(f"{name} is in host memory, the cache on ascend:{self.device.index}")
                 if (tensor.shape, tensor.dtype) != (self._shape, self.dtype):

@@ -17,6 +17,8 @@ from ctypes import (
 )
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from paged_kv.errors import LayoutError
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ __all__ = ["DEVICE_TYPE", "export_capsule", "import_capsule"]
 
 DEVICE_TYPE = 12
 """kDLExtDev: what frameworks call devices that DLPack has no number for."""
+
+_READ_ONLY = 1
+"""The flag of an array that its consumer must not write to."""
 
 _CODES = {(2, 16): "float16", (2, 32): "float32", (4, 16): "bfloat16", (0, 32): "int32", (0, 64): "int64"}
 _NUMBERS = {name: code for code, name in _CODES.items()}
@@ -70,16 +75,10 @@ _KINDS: dict[bytes, type[_Managed | _Versioned]] = {
 }
 
 _api = ctypes.pythonapi
-_api.PyCapsule_New.restype = ctypes.py_object
-_api.PyCapsule_New.argtypes = [c_void_p, c_char_p, c_void_p]
 _api.PyCapsule_IsValid.argtypes = [ctypes.py_object, c_char_p]
 _api.PyCapsule_GetPointer.restype = c_void_p
 _api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, c_char_p]
 _api.PyCapsule_SetName.argtypes = [ctypes.py_object, c_char_p]
-
-# The same for a capsule that is being destroyed, which must not become an object again.
-_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, c_void_p, c_char_p)(("PyCapsule_IsValid", _api))
-_pointer = ctypes.PYFUNCTYPE(c_void_p, c_void_p, c_char_p)(("PyCapsule_GetPointer", _api))
 
 _USED = {name: b"used_" + name for name in _KINDS}  # capsules don't copy their names
 
@@ -97,12 +96,12 @@ class _Owner:
             deleter(address)
 
 
-def import_capsule(array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, str, object]:
+def import_capsule(array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, str, object, bool]:
     """Take an array over by its ``__dlpack__``.
 
     Returns
     -------
-    address, shape, strides, dtype, owner
+    address, shape, strides, dtype, owner, read_only
         Strides in elements, or None where it is contiguous; whoever keeps `owner` keeps the memory.
     """
     try:
@@ -114,50 +113,50 @@ def import_capsule(array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...] | 
         raise LayoutError("the DLPack capsule is of an unknown kind, or was used before")
     address = _api.PyCapsule_GetPointer(capsule, name)
     managed = _KINDS[name].from_address(address)
-    tensor = managed.tensor
     _api.PyCapsule_SetName(capsule, _USED[name])
     owner = _Owner(address, managed.deleter, array)
+    read_only = False
+    if isinstance(managed, _Versioned):
+        if managed.major > 1:  # nothing but the deleter's place is known then
+            raise LayoutError(f"DLPack version {managed.major}.{managed.minor}; up to 1 is taken")
+        read_only = bool(managed.flags & _READ_ONLY)
+    tensor = managed.tensor
     dtype = _CODES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
         raise LayoutError(f"DLPack type code {tensor.code} of {tensor.bits} bits, {tensor.lanes} lanes")
     shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
     strides = tuple(tensor.strides[axis] for axis in range(tensor.ndim)) if tensor.strides else None
-    return (tensor.data or 0) + tensor.byte_offset, shape, strides, dtype, owner
+    return (tensor.data or 0) + tensor.byte_offset, shape, strides, dtype, owner, read_only
 
 
-# What capsules point to, by address, until their consumers give it back.
-_exported: dict[int, tuple[object, ...]] = {}
+class _Lent:
+    """Device memory as numpy wants it described; numpy never looks at what an array holds unasked."""
+
+    def __init__(self, tensor: DeviceTensor, nbytes: int) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr, tensor.read_only),
+            "shape": tensor.shape,
+            "typestr": np.dtype(f"i{nbytes}").str,
+            "version": 3,
+        }
 
 
-def _forget(address: int) -> None:
-    _exported.pop(address, None)
-
-
-def _drop(capsule: int) -> None:
-    """Forget what nobody took: the capsule's name would say ``used``."""
-    for name in _KINDS:
-        if _is_valid(capsule, name):
-            _forget(_pointer(capsule, name))
-
-
-# What C calls; kept as long as the module, since capsules may outlive everything else.
-_forget_in_c, _drop_in_c = _Deleter(_forget), _Deleter(_drop)
+_VERSIONED = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+"""Whether numpy makes versioned capsules."""
 
 
 def export_capsule(array: DeviceTensor, *, versioned: bool) -> object:
-    """Return a capsule that keeps `array` alive until its consumer lets go."""
+    """Return a capsule that keeps `array` alive until its consumer lets go; unversioned where numpy is old.
+
+    numpy makes it, and only device and type are put right: a consumer that refuses drops the capsule
+    while its exception is on the way, when C code may free things, but Python code can't run.
+    """
     code, bits = _NUMBERS[array.dtype]
-    ndim = len(array.shape)
-    shape, strides = (c_int64 * ndim)(*array.shape), (c_int64 * ndim)(*array.strides)
+    versioned = versioned and _VERSIONED
+    lent = np.asarray(_Lent(array, bits // 8))
+    capsule = lent.__dlpack__(max_version=(1, 0)) if versioned else lent.__dlpack__()
     name = b"dltensor_versioned" if versioned else b"dltensor"
-    managed = _KINDS[name]()
-    managed.deleter = ctypes.cast(_forget_in_c, c_void_p)
-    if isinstance(managed, _Versioned):
-        managed.major = 1
-    tensor = managed.tensor
-    tensor.data, (tensor.device_type, tensor.device_id) = array.data_ptr, array.__dlpack_device__()
-    tensor.ndim, tensor.code, tensor.bits, tensor.lanes = ndim, code, bits, 1
-    tensor.shape, tensor.strides = shape, strides
-    address = ctypes.addressof(managed)
-    _exported[address] = (managed, shape, strides, array)
-    return _api.PyCapsule_New(address, name, ctypes.cast(_drop_in_c, c_void_p))
+    tensor = _KINDS[name].from_address(_api.PyCapsule_GetPointer(capsule, name)).tensor
+    (tensor.device_type, tensor.device_id), tensor.code = array.__dlpack_device__(), code
+    return capsule

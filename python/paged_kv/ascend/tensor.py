@@ -41,6 +41,8 @@ class DeviceTensor:
         Length of each axis.
     dtype : str
         ``"float16"``, ``"bfloat16"`` or ``"float32"``.
+    read_only : bool
+        Whose it is doesn't want it written to: it is no output, and no storage of a cache.
 
     Raises
     ------
@@ -48,8 +50,11 @@ class DeviceTensor:
         The memory is shorter than that.
     """
 
-    def __init__(self, memory: DeviceMemory, shape: tuple[int, ...], dtype: str) -> None:
+    def __init__(
+        self, memory: DeviceMemory, shape: tuple[int, ...], dtype: str, *, read_only: bool = False
+    ) -> None:
         self.memory = memory
+        self.read_only = read_only
         self.shape = tuple(shape)
         self.dtype = dtype
         if self.nbytes > memory.nbytes:
@@ -186,7 +191,7 @@ def as_tensor(
     return tensor
 
 
-def device_tensor(name: str, array: object, device: Device) -> DeviceTensor | None:
+def device_tensor(name: str, array: object, device: Device, *, writable: bool = False) -> DeviceTensor | None:
     """Take an array of a device as it is; None where it is one of the host.
 
     Parameters
@@ -197,11 +202,13 @@ def device_tensor(name: str, array: object, device: Device) -> DeviceTensor | No
         Contiguous.
     device : Device
         Where it has to be.
+    writable : bool
+        Whether it will be written to.
 
     Raises
     ------
     LayoutError
-        It is elsewhere, or not contiguous, or of a dtype that no kernel takes.
+        It is elsewhere, or not contiguous, or read-only, or of a dtype that no kernel takes.
     """
     tensor: DeviceTensor | None = None
     if isinstance(array, DeviceTensor):
@@ -214,10 +221,13 @@ def device_tensor(name: str, array: object, device: Device) -> DeviceTensor | No
             return None
         if (kind, index) != (DEVICE_TYPE, device.index):
             raise LayoutError(f"{name} is on DLPack device ({kind}, {index}), the cache on {_name(device)}")
-        address, shape, strides, dtype, owner = import_capsule(array)
+        address, shape, strides, dtype, owner, read_only = import_capsule(array)
         tensor = _adopt(name, device, address, shape, strides, dtype, owner)
+        tensor.read_only = read_only
     if tensor is not None and tensor.memory.device is not device:
         raise LayoutError(f"{name} is on {tensor.device}, the cache on {_name(device)}")
+    if tensor is not None and writable and tensor.read_only:
+        raise LayoutError(f"{name} is read-only")
     return tensor
 
 
