@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import pickle
+import re
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -27,6 +29,7 @@ from ascend_device import (
 )
 from paged_kv import ascend
 from paged_kv.ascend import dlpack
+from paged_kv.ascend.__main__ import main
 
 if TYPE_CHECKING:
     from ascend_fake import Fake
@@ -238,6 +241,47 @@ def test_read_only_arrays_and_unknown_versions_are_refused(fake: Fake) -> None:
     assert fake.memory_used() < used
 
 
+@pytest.mark.usefixtures("fake")
+def test_numbers_that_c_would_cut_short_are_refused() -> None:
+    device = ascend.open_device(0)
+    for number in (2**40, 2**32, -1):
+        with pytest.raises(ValueError, match=f"device {number}: 0 to 2147483647"):
+            ascend.open_device(number)
+    for nbytes in (2**64, 2**64 + 32, -1):
+        with pytest.raises(ValueError, match=f"^{nbytes} bytes"):
+            ascend.allocate(device, nbytes)
+        with pytest.raises(ValueError, match=f"^{nbytes} bytes"):
+            ascend.pinned(device, nbytes)
+    with pytest.raises(ValueError, match=f"^{2**81} bytes"):
+        ascend.empty(device, (2**80,), "float16")
+    for shape in ((-1,), (-2, -3)):
+        with pytest.raises(ValueError, match="has a length below 0"):
+            ascend.empty(device, shape, "float16")
+    for address, shape in [(0, (4,)), (-5, (4,)), (2**64, (4,)), (2**64 - 4, (4,)), (64, (-1, -1))]:
+        with pytest.raises(ValueError, match=r"address|length below 0"):
+            ascend.as_tensor(address, device, shape=shape, dtype="float16")
+    with pytest.raises(
+        paged_kv.LayoutError, match="dtype float8; there are float16, bfloat16, float32, int32"
+    ):
+        ascend.empty(device, (4,), "float8")
+
+
+@pytest.mark.usefixtures("fake")
+def test_places_where_no_file_can_be_are_named(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("PAGED_KV_ASCEND_KERNELS", "x" * 300)
+    with pytest.raises(ascend.UnavailableError, match="there is no kernel library at xxx"):
+        device_cache()
+    ascend.open_device(0)
+    monkeypatch.setenv("PAGED_KV_ASCEND_KERNELS", "")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", os.devnull)
+    for arguments in (["build"], ["build", "--output", f"{os.devnull}/x.so"]):
+        assert main(arguments) == 1
+        assert re.match("/dev/null/.*so can't be built: .*'/dev/null", capsys.readouterr().err)
+    assert main(["info", "--device", "-1"]) == 1
+    assert capsys.readouterr().err == "device -1: 0 to 2147483647\n"
+
+
 class TorchDevice:
     type, index = "npu", 0
 
@@ -313,9 +357,19 @@ def test_memory_is_budgeted_by_what_the_device_has(fake: Fake) -> None:
     page = 2 * 2 * KV_HEADS * 16 * DIM * 2
     fake.limit_memory(100 * page)
     assert device_cache(num_pages=None, memory=60 * page + 5).num_pages == 60
-    with pytest.raises(paged_kv.CacheMemoryError, match=f"200 pages take {200 * page} bytes; ") as error:
+    with pytest.raises(
+        paged_kv.CacheMemoryError, match=f"200 pages take {200 * page + 128} bytes; "
+    ) as error:
         device_cache(num_pages=200)
-    assert error.value.bytes == 200 * page
+    assert error.value.bytes == 200 * page + 4 * 32  # four arrays, each of which takes 32 bytes besides
+    free = ascend.open_device(0).memory_info().free
+    fake.limit_memory(fake.memory_used() + 4 * page)
+    for sizes in ({"num_pages": 4}, {"num_pages": None, "memory": 4 * page}):
+        with pytest.raises(paged_kv.CacheMemoryError, match=f"4 pages take {4 * page + 128} bytes; "):
+            device_cache(**sizes)
+    fake.limit_memory(fake.memory_used() + 4 * page + 128)
+    assert device_cache(num_pages=4).num_pages == 4
+    fake.limit_memory(free)
     fake.fail("aclrtMalloc", 207001, nth=3)
     with pytest.raises(paged_kv.DeviceError, match="device memory is exhausted"):
         device_cache(num_pages=4)

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"built {build_kernels(chosen.output)}")
             return 0
         print(described(info(chosen.device)))
-    except DeviceError as error:
+    except (DeviceError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     ready = is_available()

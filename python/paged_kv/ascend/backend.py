@@ -15,6 +15,7 @@ from paged_kv.ascend.device import open_device
 from paged_kv.ascend.flight import Flight, Flights
 from paged_kv.ascend.kernels import load_kernels
 from paged_kv.ascend.lane import Lane
+from paged_kv.ascend.memory import allocated_bytes
 from paged_kv.ascend.stream import Stream
 from paged_kv.ascend.tensor import DeviceTensor, device_tensor, empty, span
 from paged_kv.ascend.tiling import DTYPES, WriteTiling
@@ -113,7 +114,7 @@ class Backend:
         self._own = self.lane(None)
 
     def _allocate(self, num_layers: int) -> list[tuple[DeviceTensor, DeviceTensor]]:
-        needed = 2 * num_layers * self.num_pages * self.page_bytes
+        needed = 2 * num_layers * allocated_bytes(self.num_pages * self.page_bytes)
         free, total = self.device.memory_info()
         if needed > free:
             raise CacheMemoryError(

@@ -83,9 +83,17 @@ def build_kernels(target: Path | None = None) -> Path:
     Raises
     ------
     UnavailableError
-        There is no compiler, or it fails; its messages are in the error.
+        There is no compiler, or it fails; its messages are in the error. Or the file can't be written.
     """
     target = target or library_path()
+    try:
+        _build(target)
+    except OSError as error:
+        raise unavailable(f"{target} can't be built: {error}", "name another file by --output") from error
+    return target
+
+
+def _build(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         fresh = Path(folder) / target.name
@@ -96,4 +104,3 @@ def build_kernels(target: Path | None = None) -> Path:
                 f"{' '.join(line)} failed with status {done.returncode}:\n{done.stderr.strip()}"
             )
         fresh.replace(target)
-    return target

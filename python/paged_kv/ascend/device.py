@@ -47,11 +47,15 @@ def open_device(index: int = 0) -> Device:
 
     Raises
     ------
+    ValueError
+        It can't be a device's number.
     UnavailableError
         There is no CANN runtime.
     DeviceError
         There is no such device, or it can't be opened.
     """
+    if not 0 <= index < 2**31:  # ctypes would drop the upper bits
+        raise ValueError(f"device {index}: 0 to 2147483647")
     process = runtime()
     with process.opening:
         if process.closed:

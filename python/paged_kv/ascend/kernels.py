@@ -253,6 +253,10 @@ def load_kernels(path: str | None = None) -> KernelLibrary:
         There is none.
     """
     chosen = Path(path or os.environ.get("PAGED_KV_ASCEND_KERNELS") or build.library_path())
-    if not chosen.exists():
+    try:
+        found = chosen.exists()
+    except OSError:  # a name that no file can have
+        found = False
+    if not found:
         raise unavailable(f"there is no kernel library at {chosen}", "run python -m paged_kv.ascend build")
     return KernelLibrary(chosen)

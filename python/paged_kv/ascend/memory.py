@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from paged_kv.ascend.device import Device
     from paged_kv.ascend.stream import Stream
 
-__all__ = ["DeviceMemory", "PinnedMemory", "allocate", "pinned"]
+__all__ = ["DeviceMemory", "PinnedMemory", "allocate", "allocated_bytes", "pinned"]
 
 ALIGNMENT = 64
 """Bytes: where an allocation begins, and where both sides of a copy on the device have to."""
@@ -179,6 +179,11 @@ class PinnedMemory:
         return {"data": (self._handle.value, False), "shape": (self.nbytes,), "typestr": "|u1", "version": 3}
 
 
+def allocated_bytes(nbytes: int) -> int:
+    """Return what an allocation takes: the runtime wants its bytes rounded up to 32, and 32 more."""
+    return (nbytes + 31) // 32 * 32 + 32
+
+
 def allocate(device: Device, nbytes: int) -> DeviceMemory:
     """Allocate memory of a device; its content is unknown.
 
@@ -187,7 +192,7 @@ def allocate(device: Device, nbytes: int) -> DeviceMemory:
     device : Device
         The device.
     nbytes : int
-        Bytes. The runtime wants them rounded up to 32, and 32 more.
+        Bytes; it takes a few more, see :func:`allocated_bytes`.
 
     Returns
     -------
@@ -196,13 +201,14 @@ def allocate(device: Device, nbytes: int) -> DeviceMemory:
 
     Raises
     ------
+    ValueError
+        There can't be so many bytes.
     DeviceError
         The device's memory is exhausted (207001).
     """
-    if nbytes < 0:
-        raise ValueError(f"{nbytes} bytes")
+    _check_size(nbytes)
     device.collect()
-    size = (nbytes + 31) // 32 * 32 + 32
+    size = allocated_bytes(nbytes)
     handle = Handle.create(device, "aclrtMalloc", "aclrtFree", size, table.MALLOC_HUGE_FIRST)
     if handle.value % ALIGNMENT:
         raise LayoutError(f"the runtime gave address {handle.value:#x}, not a multiple of {ALIGNMENT}")
@@ -211,9 +217,14 @@ def allocate(device: Device, nbytes: int) -> DeviceMemory:
 
 def pinned(device: Device, nbytes: int) -> PinnedMemory:
     """Allocate page-locked host memory for copies to and from a device."""
-    if nbytes <= 0:
-        raise ValueError(f"{nbytes} bytes")
+    _check_size(nbytes, least=1)
     return PinnedMemory(Handle.create(device, "aclrtMallocHost", "aclrtFreeHost", nbytes), nbytes)
+
+
+def _check_size(nbytes: int, least: int = 0) -> None:
+    """Refuse what C's size_t can't hold: ctypes would drop the upper bits."""
+    if not least <= nbytes < 2**63:
+        raise ValueError(f"{nbytes} bytes: {least} to 2^63 - 1")
 
 
 def _address(source: npt.NDArray[Any] | DeviceMemory) -> int:

@@ -47,12 +47,15 @@ class DeviceTensor:
     Raises
     ------
     LayoutError
-        The memory is shorter than that.
+        The memory is shorter than that, or there is no such dtype.
+    ValueError
+        A length is below 0.
     """
 
     def __init__(
         self, memory: DeviceMemory, shape: tuple[int, ...], dtype: str, *, read_only: bool = False
     ) -> None:
+        _nbytes(shape, dtype)
         self.memory = memory
         self.read_only = read_only
         self.shape = tuple(shape)
@@ -78,7 +81,7 @@ class DeviceTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return _nbytes(self.shape, self.dtype)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -145,9 +148,25 @@ def empty(device: Device, shape: tuple[int, ...], dtype: str) -> DeviceTensor:
     shape : tuple of int
         Length of each axis.
     dtype : str
-        ``"float16"``, ``"bfloat16"`` or ``"float32"``.
+        ``"float16"``, ``"bfloat16"``, ``"float32"``, ``"int32"`` or ``"int64"``.
+
+    Raises
+    ------
+    LayoutError
+        There is no such dtype.
+    ValueError
+        A length is below 0, or there can't be so many bytes.
     """
-    return DeviceTensor(allocate(device, math.prod(shape) * ITEM_BYTES[dtype]), shape, dtype)
+    return DeviceTensor(allocate(device, _nbytes(shape, dtype)), shape, dtype)
+
+
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Return the bytes of an array; refuse what can't be one."""
+    if dtype not in ITEM_BYTES:
+        raise LayoutError(f"dtype {dtype}; there are {', '.join(ITEM_BYTES)}")
+    if min(shape, default=0) < 0:
+        raise ValueError(f"shape {list(shape)} has a length below 0")
+    return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 def as_tensor(
@@ -180,10 +199,14 @@ def as_tensor(
     ------
     LayoutError
         It is in host memory, on another device, or not contiguous.
+    ValueError
+        There is nothing at such an address.
     """
     if isinstance(source, int):
         if shape is None or dtype is None:
             raise ValueError("an address needs shape= and dtype=")
+        if not 0 < source <= 2**64 - _nbytes(shape, dtype):
+            raise ValueError(f"{dtype} {list(shape)} can't be at address {source}")
         return _adopt("the array", device, source, shape, None, dtype, owner)
     tensor = device_tensor("the array", source, device)
     if tensor is None:
@@ -261,7 +284,7 @@ def _adopt(
 ) -> DeviceTensor:
     if dtype not in ITEM_BYTES:
         raise LayoutError(f"{name} is {dtype}; the kernels take float16 and bfloat16")
-    memory = DeviceMemory(device, address, math.prod(shape) * ITEM_BYTES[dtype], owner)
+    memory = DeviceMemory(device, address, _nbytes(shape, dtype), owner)
     tensor = DeviceTensor(memory, shape, dtype)
     if strides is not None and 0 not in shape:
         wrong = [a for a, n in enumerate(shape) if n > 1 and strides[a] != tensor.strides[a]]
