@@ -60,10 +60,14 @@ def read(cache: paged_kv.KvCache, sequence: paged_kv.Sequence, layer: int = 0) -
 
 
 def settle(cache: paged_kv.KvCache) -> None:
-    """Let all work of the device pass, that whose end nobody could mark included: asking marks it."""
-    for _ in range(2):
+    """Let all work of the device pass, that whose end nobody could mark included.
+
+    Asking marks one end a stream, and finds out about it the next time.
+    """
+    for _ in range(100):
         ascend.open_device(0).synchronize()
-        cache.stats()
+        if cache.stats()["deferred_pages"] == 0:
+            break
 
 
 def empty_pool(cache: paged_kv.KvCache) -> bool:
