@@ -192,7 +192,7 @@ def allocate(device: Device, nbytes: int) -> DeviceMemory:
     device : Device
         The device.
     nbytes : int
-        Bytes; it takes a few more, see :func:`allocated_bytes`.
+        Bytes; it takes a few more, see ``allocated_bytes``.
 
     Returns
     -------
