@@ -74,20 +74,17 @@ impl Batch {
         num_queries: Option<NewTokens<'_>>,
     ) -> Result<Self> {
         let table = tables.open(sequences, new_tokens, token_ids)?;
-        let mut tokens = 0;
-        for (i, item) in table.items().enumerate() {
-            tokens += u64::from(item.new_tokens);
-            if item.seq_len() > i32::MAX as u32 {
-                return Err(Error::Value(format!(
-                    "a batch's sequences have at most 2^31 - 1 tokens (sequence at index {i})"
-                )));
-            }
+        if table.max_seq_len() > i32::MAX as u32 {
+            let long = table.items().position(|item| item.seq_len() > i32::MAX as u32).unwrap_or_default();
+            return Err(Error::Value(format!(
+                "a batch's sequences have at most 2^31 - 1 tokens (sequence at index {long})"
+            )));
         }
         let cu_seqlens_q = OnceBox::new();
         if let Some(counts @ (NewTokens::Each(_) | NewTokens::Counts(_))) = num_queries {
             let rows = queries(counts, table.items())?;
             cu_seqlens_q.get_or_make(|| rows);
-        } else if tokens > i32::MAX as u64 {
+        } else if table.num_tokens() > i32::MAX as u64 {
             return Err(view::too_many_tokens());
         }
         Ok(Self {

@@ -6,13 +6,16 @@ use super::{AtomicPtr, MODELLED, Ordering};
 const BASE_BITS: u32 = if MODELLED { 2 } else { 6 };
 const BASE: u32 = 1 << BASE_BITS;
 const SEGMENTS: usize = if MODELLED { 3 } else { (32 - BASE_BITS) as usize };
+/// One for each bit that may be an item's highest; those below `BASE_BITS` stay unused.
+const STARTS: usize = if MODELLED { BASE_BITS as usize + SEGMENTS } else { 32 };
 
 /// Items in segments that are made on demand and stay where they are. Making one never waits.
 ///
 /// Item `i` lies in the segment of the highest bit of `i + BASE`, at the place that the lower bits
 /// name, so finding it takes a bit scan and one load.
 pub struct Segments<T> {
-    starts: [AtomicPtr<T>; SEGMENTS],
+    /// By highest bit, so that finding one takes neither subtraction nor bounds check.
+    starts: [AtomicPtr<T>; STARTS],
 }
 
 impl<T> Segments<T> {
@@ -37,10 +40,23 @@ impl<T> Segments<T> {
     /// Segment and place of an item.
     #[inline]
     pub const fn locate(index: u32) -> (usize, u32) {
-        let biased = index + BASE;
+        let (top, place) = Self::place(index);
+        ((top - BASE_BITS) as usize, place)
+    }
+
+    /// The highest bit, and the place it leaves.
+    #[inline]
+    const fn place(index: u32) -> (u32, u32) {
+        let biased = index.wrapping_add(BASE);
         // The lowest bit says that it isn't zero, so that a bit scan is all there is to it.
         let top = (biased | 1).ilog2();
-        ((top - BASE_BITS) as usize, biased ^ (1 << top))
+        (top, biased ^ (1 << top))
+    }
+
+    /// Where segment `k` starts.
+    #[inline]
+    fn start_of(&self, k: usize) -> &AtomicPtr<T> {
+        &self.starts[BASE_BITS as usize + k]
     }
 
     /// The item.
@@ -49,9 +65,9 @@ impl<T> Segments<T> {
     /// If its segment was not made.
     #[inline]
     pub fn get(&self, index: u32) -> &T {
-        let (k, place) = Self::locate(index);
+        let (top, place) = Self::place(index);
         // Acquire: pairs with the Release in `make`, so that the items are seen whole.
-        let start = self.starts[k].load(Ordering::Acquire);
+        let start = self.starts[top as usize].load(Ordering::Acquire);
         assert!(!start.is_null(), "an item's segment exists");
         // SAFETY: a non-null start points to `len_of(k)` items, and `place` is below that because the
         // highest bit, which it lacks, is the length; they are freed only by `drop`, and nobody
@@ -62,7 +78,7 @@ impl<T> Segments<T> {
     /// The items of segment `k`, if it was made.
     pub fn segment(&self, k: usize) -> Option<&[T]> {
         // Acquire: as in `get`.
-        let start = self.starts[k].load(Ordering::Acquire);
+        let start = self.start_of(k).load(Ordering::Acquire);
         // SAFETY: as in `get`.
         (!start.is_null()).then(|| unsafe { std::slice::from_raw_parts(start, Self::len_of(k) as usize) })
     }
@@ -75,7 +91,7 @@ impl<T> Segments<T> {
         let items: Box<[T]> = (0..Self::len_of(k)).map(|_| item()).collect();
         let ours = Box::into_raw(items);
         // Release: pairs with the Acquire in `get` and `segment`.
-        let published = self.starts[k].compare_exchange(
+        let published = self.start_of(k).compare_exchange(
             std::ptr::null_mut(),
             ours.cast(),
             Ordering::Release,
@@ -96,7 +112,7 @@ impl<T> Default for Segments<T> {
 
 impl<T> Drop for Segments<T> {
     fn drop(&mut self) {
-        for (k, start) in self.starts.iter().enumerate() {
+        for (k, start) in self.starts[BASE_BITS as usize..].iter().enumerate() {
             // `&mut self` orders this after every other use.
             let start = start.load(Ordering::Relaxed);
             if !start.is_null() {

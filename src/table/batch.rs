@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use super::change::{Change, Hold, NONE};
-use super::sequence::{checked_sum, id_mismatch};
+use super::sequence::id_mismatch;
 use super::version::Version;
 use super::{PageCopy, Sequence, Tables};
 use crate::error::{Error, Result};
@@ -56,6 +56,9 @@ pub struct TableBatch<const LEAF: usize = 64, const SHARDS: usize = 16> {
     tables: Arc<Tables<LEAF, SHARDS>>,
     changes: Vec<Change>,
     copies: Vec<PageCopy>,
+    /// New tokens of all, and the longest sequence with them.
+    num_tokens: u64,
+    max_seq_len: u32,
     ended: AtomicBool,
 }
 
@@ -72,9 +75,6 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         new_tokens: NewTokens<'_>,
         token_ids: Option<&[TokenId]>,
     ) -> Result<TableBatch<LEAF, SHARDS>> {
-        if let Some(i) = sequences.iter().position(|s| !Arc::ptr_eq(s.tables(), self)) {
-            return Err(Error::Value(format!("the sequence at index {i} belongs to another cache")));
-        }
         if let NewTokens::Counts(counts) = new_tokens
             && counts.len() != sequences.len()
         {
@@ -86,19 +86,19 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
             tables: Arc::clone(self),
             changes: Vec::with_capacity(sequences.len()),
             copies: Vec::new(),
+            num_tokens: 0,
+            max_seq_len: 0,
             ended: AtomicBool::new(false),
         };
-        batch.changes.extend(sequences.iter().map(|sequence| {
-            prefetch(sequence.slot());
-            Change::of(sequence.slot_index())
-        }));
+        let ascending = batch.list(sequences)?;
         batch.warm();
-        let taken = batch.hold_all(&new_tokens);
-        taken.map_err(|(error, i)| at(error, i, sequences))?;
+        let order = if ascending { None } else { Some(batch.ascending_order()) };
+        let needed = batch.hold_all(&new_tokens, order.as_deref());
+        let needed = needed.map_err(|(error, i)| at(error, i, sequences))?;
         if let Some(ids) = token_ids {
             batch.check_ids(ids)?;
         }
-        batch.copies = self.prepare(&mut batch.changes, true)?;
+        batch.copies = self.provide(&mut batch.changes, true, needed)?;
         for change in batch.changes.iter().filter(|change| change.target > change.len) {
             self.slots.get(change.slot).set_len(change.target);
         }
@@ -130,62 +130,63 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
         }
     }
 
-    /// Claims the writers and pins the readers, in ascending slot so that of two overlapping batches
-    /// one gets through. An error names its position.
-    fn hold_all(&mut self, new_tokens: &NewTokens<'_>) -> Result<(), (Error, usize)> {
-        let count = |i: usize| match *new_tokens {
-            NewTokens::Each(n) => Some(n),
-            NewTokens::Counts(counts) => Some(counts[i]),
-            NewTokens::Reserved => None,
-        };
-        if self.changes.is_sorted_by(|a, b| a.slot < b.slot) {
-            for i in 0..self.changes.len() {
-                self.hold(i, count(i)).map_err(|error| (error, i))?;
+    /// Lists the sequences, and asks for their state. Whether their slots ascend.
+    fn list(&mut self, sequences: &[&Sequence<LEAF, SHARDS>]) -> Result<bool> {
+        let (mut ascending, mut least) = (true, 0);
+        for (i, sequence) in sequences.iter().enumerate() {
+            if !Arc::ptr_eq(sequence.tables(), &self.tables) {
+                return Err(Error::Value(format!("the sequence at index {i} belongs to another cache")));
             }
-            return Ok(());
+            let slot = sequence.slot_index();
+            prefetch(self.tables.slots.get(slot));
+            ascending &= slot >= least;
+            least = slot + 1;
+            self.changes.push(Change::of(slot));
         }
-        let mut order: Vec<(u32, usize)> = self.changes.iter().map(|change| change.slot).zip(0..).collect();
-        order.sort_unstable();
-        let mut previous = None;
-        for (slot, i) in order {
-            if let Some((_, first)) = previous.replace((slot, i)).filter(|&(before, _)| before == slot) {
-                return Err((Error::Value(format!("the same sequence as at index {first}")), i));
-            }
-            self.hold(i, count(i)).map_err(|error| (error, i))?;
-        }
-        Ok(())
+        Ok(ascending)
     }
 
-    #[inline]
-    fn hold(&mut self, i: usize, count: Option<u32>) -> Result<()> {
-        let tables = &*self.tables;
-        let index = self.changes[i].slot;
-        let slot = tables.slots.get(index);
-        if count == Some(0) {
-            let pinned = if slot.is_freed() { None } else { tables.read(index, slot) };
-            self.changes[i] = pinned.ok_or(Error::SequenceFreed { indices: Vec::new() })?;
-            return Ok(());
-        }
-        slot.claim(index)?;
-        let change = tables.look(index, slot);
-        self.changes[i] = change;
-        match count {
-            Some(n) => self.changes[i].target = checked_sum(change.computed, n)?,
-            None if change.len > change.computed => self.changes[i].target = change.len,
-            None => {
-                // Nothing is reserved, so there is nothing to write: a reader after all.
-                self.changes[i] = tables.read(index, slot).expect("a claimed sequence has a head");
-                tables.unclaim(index, slot);
+    /// The positions in ascending slot, so that of two overlapping batches one gets through.
+    #[cold]
+    fn ascending_order(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.changes.len()).collect();
+        order.sort_unstable_by_key(|&i| (self.changes[i].slot, i));
+        order
+    }
+
+    /// Claims the writers and pins the readers, in ascending slot; returns the pages they need. An
+    /// error names its position.
+    fn hold_all(
+        &mut self,
+        new_tokens: &NewTokens<'_>,
+        order: Option<&[usize]>,
+    ) -> Result<u64, (Error, usize)> {
+        let mut needed = 0;
+        for k in 0..self.changes.len() {
+            let i = order.map_or(k, |order| order[k]);
+            if let Some(first) = order.and_then(|order| order[..k].last().copied())
+                && self.changes[first].slot == self.changes[i].slot
+            {
+                return Err((Error::Value(format!("the same sequence as at index {first}")), i));
             }
+            let count = match *new_tokens {
+                NewTokens::Each(n) => Some(n),
+                NewTokens::Counts(counts) => Some(counts[i]),
+                NewTokens::Reserved => None,
+            };
+            let change = &mut self.changes[i];
+            needed += u64::from(self.tables.hold(change, count).map_err(|error| (error, i))?);
+            self.num_tokens += u64::from(change.target - change.computed);
+            self.max_seq_len = self.max_seq_len.max(change.target);
         }
-        Ok(())
+        Ok(needed)
     }
 
     /// Ids given now must be those given before.
     fn check_ids(&self, token_ids: &[TokenId]) -> Result<()> {
-        let total: usize = self.items().map(|item| item.new_tokens as usize).sum();
-        if token_ids.len() != total {
-            return Err(Error::Value(format!("{} token ids for {total} new tokens", token_ids.len())));
+        if token_ids.len() as u64 != self.num_tokens {
+            let (n, total) = (token_ids.len(), self.num_tokens);
+            return Err(Error::Value(format!("{n} token ids for {total} new tokens")));
         }
         let mut rest = token_ids;
         for change in self.changes.iter().filter(|change| change.hold == Hold::Claim) {
@@ -196,6 +197,16 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
             }
         }
         Ok(())
+    }
+
+    /// New tokens of all sequences.
+    pub fn num_tokens(&self) -> u64 {
+        self.num_tokens
+    }
+
+    /// Tokens of the longest sequence, the new ones included.
+    pub fn max_seq_len(&self) -> u32 {
+        self.max_seq_len
     }
 
     /// The tables it was opened on.
@@ -297,18 +308,16 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
             return false;
         }
         for (i, change) in self.changes.iter().enumerate() {
-            let mut change = *change;
             match change.hold {
                 Hold::Nothing => {}
                 Hold::Pin => self.tables.unpin(change.version),
                 Hold::Claim => {
-                    let new_tokens = change.target - change.computed;
                     let keep = match outcome {
-                        Outcome::Commit(None) => Some(new_tokens),
+                        Outcome::Commit(None) => Some(change.target - change.computed),
                         Outcome::Commit(Some(keep)) => Some(keep[i]),
                         Outcome::Close => None,
                     };
-                    self.end_writer(&mut change, keep);
+                    self.end_writer(change, keep);
                 }
             }
         }
@@ -316,7 +325,7 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
     }
 
     #[inline]
-    fn end_writer(&self, change: &mut Change, keep: Option<u32>) {
+    fn end_writer(&self, change: &Change, keep: Option<u32>) {
         let slot = self.tables.slots.get(change.slot);
         match keep.filter(|_| !slot.is_freed()) {
             Some(keep) => {
@@ -325,7 +334,7 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
                 self.tables.publish(slot, change, computed, computed);
             }
             // Closed, or freed meanwhile: what `unclaim` frees is the state before.
-            None => self.tables.undo(change),
+            None => self.tables.undo(&mut change.clone()),
         }
         self.tables.unclaim(change.slot, slot);
     }

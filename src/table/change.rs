@@ -4,8 +4,9 @@
 //! each sequence needs, take all pages at once, build the versions that copy-on-write asks for. The
 //! second can't fail: copy, then grow.
 
+use super::sequence::checked_sum;
 use super::slot::Slot;
-use super::version::Role;
+use super::version::{Role, Version};
 use super::{PageCopy, Tables};
 use crate::error::{Error, Result};
 use crate::ids::PageId;
@@ -89,6 +90,32 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         }
     }
 
+    /// Holds a listed sequence for a batch that computes `count` tokens of it, or all that are
+    /// reserved; returns the pages it needs.
+    #[inline]
+    pub(super) fn hold(&self, change: &mut Change, count: Option<u32>) -> Result<u32> {
+        let slot = self.slots.get(change.slot);
+        if count == Some(0) {
+            let pinned = if slot.is_freed() { None } else { self.read(change.slot, slot) };
+            *change = pinned.ok_or(Error::SequenceFreed { indices: Vec::new() })?;
+            return Ok(0);
+        }
+        slot.claim(change.slot)?;
+        *change = self.look(change.slot, slot);
+        change.target = match count {
+            Some(n) => checked_sum(change.computed, n)?,
+            None => change.len,
+        };
+        if change.target == change.computed {
+            // Nothing is reserved, so there is nothing to write: a reader after all.
+            let claimed = change.slot;
+            *change = self.read(claimed, slot).expect("a claimed sequence has a head");
+            self.unclaim(claimed, slot);
+            return Ok(0);
+        }
+        Ok(self.weigh(change, true))
+    }
+
     /// Pins a sequence's version to read it; `None` if the sequence was freed.
     #[inline]
     pub(super) fn read(&self, slot_index: u32, slot: &Slot) -> Option<Change> {
@@ -105,28 +132,28 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     /// sequence that alone exceeds the pool never fits; where only their sum does, a smaller batch
     /// would, so that is a shortage.
     pub(super) fn prepare(&self, changes: &mut [Change], cow: bool) -> Result<Vec<PageCopy>> {
-        let total = u64::from(self.pool.num_pages());
-        if let Some(i) = changes.iter().position(|c| u64::from(self.pages_for(c.target)) > total) {
-            let requested = u64::from(self.pages_for(changes[i].target));
-            return Err(Error::NeverFits { requested, total, index: Some(i) });
-        }
+        let needed = self.weigh_all(changes, cow);
+        self.provide(changes, cow, needed)
+    }
+
+    /// The same for changes that were weighed, and need so many pages together.
+    #[inline]
+    pub(super) fn provide(&self, changes: &mut [Change], cow: bool, needed: u64) -> Result<Vec<PageCopy>> {
+        if needed == 0 { Ok(Vec::new()) } else { self.take_and_grow(changes, cow, needed) }
+    }
+
+    fn take_and_grow(&self, changes: &mut [Change], cow: bool, mut needed: u64) -> Result<Vec<PageCopy>> {
         let mut pages = Vec::new();
-        let mut needed = self.weigh(changes, cow);
-        loop {
-            if needed == 0 {
+        while let Err(Shortage { available }) = self.pool.take(needed as usize, &mut pages) {
+            // A sharer may have gone meanwhile, and a copy with it.
+            let again = self.weigh_all(changes, cow);
+            if again >= needed {
+                return Err(self.too_few_pages(changes, needed, available));
+            }
+            if again == 0 {
                 return Ok(Vec::new());
             }
-            match self.pool.take(needed as usize, &mut pages) {
-                Ok(()) => break,
-                Err(Shortage { available }) => {
-                    // A sharer may have gone meanwhile, and a copy with it.
-                    let again = self.weigh(changes, cow);
-                    if again >= needed {
-                        return Err(self.out_of_pages(changes, needed, available));
-                    }
-                    needed = again;
-                }
-            }
+            needed = again;
         }
         let copies = self.draft_copies(changes, &pages)?;
         let mut pages = pages.into_iter();
@@ -165,34 +192,47 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         self.copied.fetch_add(copies.len() as u64, Ordering::Relaxed);
     }
 
-    /// Works out what each change needs; returns the sum.
+    fn weigh_all(&self, changes: &mut [Change], cow: bool) -> u64 {
+        changes.iter_mut().map(|change| u64::from(self.weigh(change, cow))).sum()
+    }
+
+    /// Works out how many pages a change needs.
     #[inline]
-    fn weigh(&self, changes: &mut [Change], cow: bool) -> u64 {
-        let mut sum = 0;
-        for change in changes {
-            change.need = self.pages_for(change.target).saturating_sub(change.num_pages);
-            change.copies = cow && change.target > change.computed && self.must_copy(change);
-            change.need += u32::from(change.copies);
-            sum += u64::from(change.need);
+    pub(super) fn weigh(&self, change: &mut Change, cow: bool) -> u32 {
+        change.copies = cow && change.target > change.computed && self.must_copy(change);
+        change.need = u32::from(change.copies);
+        if u64::from(change.target) > self.page_size.slots(change.num_pages) {
+            change.need += self.pages_for(change.target) - change.num_pages;
         }
-        sum
+        change.need
     }
 
     /// Whether the next token's slot lies in a page that somebody else may see.
     #[inline]
     pub(super) fn must_copy(&self, change: &Change) -> bool {
         let (index, offset) = self.page_size.locate(change.computed);
-        if offset == 0 {
-            return false;
-        }
+        offset != 0 && self.is_shared(self.held_page(change, index))
+    }
+
+    /// The page at `index` of a change's table: of a decode step's the last.
+    #[inline]
+    fn held_page(&self, change: &Change, index: u32) -> PageId {
         let version = self.versions.get(change.version);
-        let is_last = index + 1 == change.num_pages;
-        self.is_shared(if is_last { version.tail_page() } else { self.page(version, index) })
+        if index + 1 == change.num_pages { version.tail_page() } else { self.earlier_page(version, index) }
+    }
+
+    /// Where slots are reserved ahead. Apart, so that a decode step doesn't carry its code along.
+    #[cold]
+    fn earlier_page(&self, version: &Version, index: u32) -> PageId {
+        self.page(version, index)
     }
 
     /// Makes the drafts; on failure drops them and gives all pages back.
     fn draft_copies(&self, changes: &mut [Change], pages: &[PageId]) -> Result<Vec<PageCopy>> {
         let mut copies = Vec::new();
+        if changes.iter().all(|change| !change.copies) {
+            return Ok(copies);
+        }
         let mut at = 0;
         for i in 0..changes.len() {
             let change = changes[i];
@@ -230,24 +270,37 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     /// Takes a prepared change back: pages, drafts and length as they were.
     pub(super) fn undo(&self, change: &mut Change) {
         self.discard(change);
-        self.pop_to(self.versions.get(change.version), change.num_pages);
+        self.pop_to_pages(self.versions.get(change.version), change.num_pages);
         self.slots.get(change.slot).set_len(change.len);
     }
 
     /// Makes a prepared change count, with `computed` tokens computed and `len` slots reserved;
     /// pages beyond those are given back.
     #[inline]
-    pub(super) fn publish(&self, slot: &Slot, change: &mut Change, computed: u32, len: u32) {
-        if computed == change.computed && len == computed {
-            self.discard(change); // nothing was written: the shared page serves as before
+    pub(super) fn publish(&self, slot: &Slot, change: &Change, computed: u32, len: u32) {
+        if change.draft != NONE {
+            return self.publish_draft(slot, *change, computed, len);
         }
-        let version = self.versions.get(change.next_version());
-        version.set_computed(computed);
-        self.pop_to(version, self.pages_for(len));
+        self.grow_to(self.versions.get(change.version), computed, len);
+        slot.set_len(len);
+    }
+
+    #[cold]
+    fn publish_draft(&self, slot: &Slot, mut change: Change, computed: u32, len: u32) {
+        if computed == change.computed && len == computed {
+            self.discard(&mut change); // nothing was written: the shared page serves as before
+        }
+        self.grow_to(self.versions.get(change.next_version()), computed, len);
         slot.set_len(len);
         if change.draft != NONE {
             self.move_head(slot, change.draft);
         }
+    }
+
+    #[inline]
+    fn grow_to(&self, version: &Version, computed: u32, len: u32) {
+        version.set_computed(computed);
+        self.pop_to(version, len);
     }
 
     /// Puts a draft in the head's place and gives the head's count on its old version back.
@@ -259,7 +312,13 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         self.retire(old);
     }
 
-    fn out_of_pages(&self, changes: &[Change], requested: u64, available: u64) -> Error {
+    #[cold]
+    fn too_few_pages(&self, changes: &[Change], requested: u64, available: u64) -> Error {
+        let total = u64::from(self.pool.num_pages());
+        let pages = |change: &Change| u64::from(self.pages_for(change.target));
+        if let Some(i) = changes.iter().position(|change| pages(change) > total) {
+            return Error::NeverFits { requested: pages(&changes[i]), total, index: Some(i) };
+        }
         Error::OutOfPages {
             requested,
             free: available,

@@ -177,7 +177,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         let version = self.versions.get(index);
         version.set_role(Role::Retired);
         if version.count() > 1 {
-            self.pop_to(version, self.pages_for(version.computed()));
+            self.pop_to(version, version.computed());
         }
         self.unpin(index);
     }
@@ -186,9 +186,9 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
     /// hold them, then the slot.
     fn drop_version(&self, index: u32) {
         let version = self.versions.get(index);
-        let leaves = (version.num_pages() as usize).div_ceil(LEAF);
-        for k in 0..leaves {
-            self.drop_leaf(version.leaf(k));
+        for number in version.leaves((version.num_pages() as usize).div_ceil(LEAF)).flatten() {
+            // Acquire: as in `leaf`.
+            self.drop_leaf(number.load(Ordering::Acquire));
         }
         version.end();
         self.versions.give(index);
@@ -302,12 +302,11 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         let index = self.versions.take();
         let version = self.versions.get(index);
         version.start(computed);
-        for k in 0..shared {
-            let leaf = base.leaf(k);
-            // Relaxed: the caller's pin or claim keeps the count above zero.
-            self.leaves.get(leaf).count.fetch_add(1, Ordering::Relaxed);
-            version.set_leaf(k, leaf);
+        for number in base.leaves(shared).flatten() {
+            // Relaxed: the caller's pin or claim keeps the count above zero. Acquire: as in `leaf`.
+            self.leaves.get(number.load(Ordering::Acquire)).count.fetch_add(1, Ordering::Relaxed);
         }
+        version.set_leaves(base, shared);
         version.set_num_pages(copied.start.min(num_pages));
         if let Some(last) = num_pages.checked_sub(1).filter(|_| copied.is_empty()) {
             version.set_tail_page(self.page(base, last));
@@ -339,10 +338,19 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         version.set_num_pages(at + 1);
     }
 
-    /// Takes the pages behind the first `num_pages` away from a version that only the caller
-    /// changes. No reader looks there: they hold no computed token.
+    /// Takes the pages that the first `len` slots don't need away from a version that only the
+    /// caller changes. No reader looks there: they hold no computed token.
     #[inline]
-    fn pop_to(&self, version: &Version, num_pages: u32) {
+    fn pop_to(&self, version: &Version, len: u32) {
+        let num_pages = version.num_pages();
+        if num_pages > 0 && self.page_size.slots(num_pages - 1) >= u64::from(len) {
+            self.pop(version, self.pages_for(len));
+        }
+    }
+
+    /// Takes the pages behind the first `num_pages` away, as `pop_to` does.
+    #[inline]
+    fn pop_to_pages(&self, version: &Version, num_pages: u32) {
         if version.num_pages() > num_pages {
             self.pop(version, num_pages);
         }

@@ -29,6 +29,12 @@ impl PageSize {
         }
     }
 
+    /// Slots of `num_pages` pages: what a decode step compares with instead of dividing.
+    #[inline]
+    pub(super) fn slots(self, num_pages: u32) -> u64 {
+        u64::from(num_pages) * u64::from(self.size)
+    }
+
     /// Pages that `tokens` tokens need.
     #[inline]
     pub(super) fn pages_for(self, tokens: u32) -> u32 {
@@ -48,6 +54,7 @@ mod tests {
                 let page_size = PageSize::new(size);
                 assert_eq!(page_size.locate(tokens), (tokens / size, tokens % size));
                 assert_eq!(page_size.pages_for(tokens), tokens.div_ceil(size));
+                assert!(page_size.slots(tokens.div_ceil(size)) >= u64::from(tokens));
             }
         }
     }

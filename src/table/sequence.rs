@@ -178,7 +178,7 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
         let cow = self.tables.copier.is_some();
         self.tables.prepare(&mut changes, cow).map_err(without_index)?;
         let target = changes[0].target;
-        self.tables.publish(self.slot(), &mut changes[0], change.computed, target);
+        self.tables.publish(self.slot(), &changes[0], change.computed, target);
         if !token_ids.is_empty() {
             self.slot().note_ids(ahead, token_ids);
         }
@@ -203,7 +203,7 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
     /// `Value` if there are fewer; `SequenceBusy`, `SequenceFreed`, `RefCount`.
     pub fn truncate(&self, n: u32) -> Result<()> {
         let claim = self.claim()?;
-        let mut change = self.tables.look(claim.slot, self.slot());
+        let change = self.tables.look(claim.slot, self.slot());
         if n > change.len {
             return Err(Error::Value(format!("cannot truncate {} tokens to {n}", change.len)));
         }
@@ -213,7 +213,7 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
         if n >= change.computed {
             self.slot().advance_ids(0, (n - change.computed) as usize, false);
             let computed = change.computed;
-            self.tables.publish(self.slot(), &mut change, computed, n);
+            self.tables.publish(self.slot(), &change, computed, n);
             return Ok(());
         }
         // Readers may hold the present version, so it stays as it is: another one takes its place.
@@ -233,7 +233,7 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
     /// the copy first.
     pub fn commit(&self, n: Option<u32>) -> Result<()> {
         let claim = self.claim()?;
-        let mut change = self.tables.look(claim.slot, self.slot());
+        let change = self.tables.look(claim.slot, self.slot());
         let n = n.unwrap_or(change.len);
         if n < change.computed || n > change.len {
             return Err(Error::Value(format!(
@@ -250,7 +250,7 @@ impl<const LEAF: usize, const SHARDS: usize> Sequence<LEAF, SHARDS> {
         self.slot().advance_ids((n - change.computed) as usize, (change.len - n) as usize, true);
         let len = change.len;
         if n > change.computed {
-            self.tables.publish(self.slot(), &mut change, n, len);
+            self.tables.publish(self.slot(), &change, n, len);
         }
         Ok(())
     }

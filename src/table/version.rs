@@ -235,16 +235,35 @@ impl Version {
 
     /// Sets the `k`-th leaf, which becomes the last.
     pub(super) fn set_leaf(&self, k: usize, leaf: u32) {
-        if let Some(beyond) = k.checked_sub(FIRST) {
-            let more = self.more.get_or_make(More::new);
-            if let Some(beyond) = beyond.checked_sub(MORE) {
-                let (segment, _) = Segments::<AtomicU32>::locate(beyond as u32);
-                more.rest.get_or_make(Segments::new).make(segment, || AtomicU32::new(0));
-            }
-        }
+        self.make_room(k + 1);
         // Release: pairs with the Acquire in `leaf`, in `tail` and of who is given a leaf's number.
         self.cell(k).store(leaf, Ordering::Release);
         self.tail.store(leaf, Ordering::Release);
+    }
+
+    /// Lists the first `count` leaves of `base`, and no others.
+    pub(super) fn set_leaves(&self, base: &Self, count: usize) {
+        let Some(last) = count.checked_sub(1) else { return };
+        self.make_room(count);
+        for (own, theirs) in self.leaves(count).zip(base.leaves(count)) {
+            for (own, theirs) in own.iter().zip(theirs) {
+                // Acquire, Release: as in `leaf` and `set_leaf`.
+                own.store(theirs.load(Ordering::Acquire), Ordering::Release);
+            }
+        }
+        self.set_tail(last);
+    }
+
+    /// Makes places for the numbers of `count` leaves.
+    fn make_room(&self, count: usize) {
+        if count > FIRST {
+            let more = self.more.get_or_make(More::new);
+            if let Some(last) = count.checked_sub(FIRST + MORE + 1) {
+                let rest = more.rest.get_or_make(Segments::new);
+                let (segment, _) = Segments::<AtomicU32>::locate(last as u32);
+                (0..=segment).for_each(|segment| rest.make(segment, || AtomicU32::new(0)));
+            }
+        }
     }
 
     /// Makes the `k`-th leaf the last again, after those behind it were popped.
@@ -277,6 +296,12 @@ mod tests {
             assert_eq!(version.leaf(k), k as u32 * 3);
         }
         assert_eq!(version.tail(), 999 * 3);
+        for count in [0, 1, FIRST, FIRST + 1, FIRST + MORE, FIRST + MORE + 1, 1000] {
+            let other = Version::vacant();
+            other.set_leaves(&version, count);
+            assert!((0..count).all(|k| other.leaf(k) == k as u32 * 3), "{count}");
+            assert!(count == 0 || other.tail() == version.leaf(count - 1), "{count}");
+        }
     }
 
     #[test]
