@@ -177,8 +177,8 @@ def decode_steps(pair: Case) -> Iterator[Case]:
 def cold_steps(stream_bytes: int) -> Iterator[Case]:
     """Yield a step that finds none of its memory in the processor's caches.
 
-    Beside a large batch stands a batch of one, which is what code costs that was evicted, too, and a
-    plain loop over as many cache lines.
+    Beside a large batch stand a batch of one, which is what code costs that was evicted, too, the smallest
+    call of a library that is as widely used, and a plain loop over as many cache lines.
     """
     stream = np.zeros(stream_bytes // 8, np.int64)
     after = f"after streaming {stream_bytes >> 20} MiB"
@@ -198,6 +198,21 @@ def cold_steps(stream_bytes: int) -> Iterator[Case]:
         unit="ns/sequence",
     )
     yield reading
+    few = np.ones(4)
+
+    def add(n: int) -> None:
+        for _ in range(n):
+            np.add(few, few)
+
+    yield Case(
+        name=f"sum of two arrays of 4, {after}",
+        impl="numpy",
+        work=add,
+        operations=1,
+        prepare=evict,
+        unit="ns",
+        yardstick=reading,
+    )
     for decoding in (Decoding(1, 8), Decoding(num_sequences, 8)):
 
         def rewind_and_evict(decoding: Decoding = decoding) -> None:
