@@ -139,8 +139,7 @@ private:
         return place < 0 ? 0 : place < int64_t(count) ? uint32_t(place) : count;
     }
 
-    // The tile as it is multiplied: itself, or cast into panels [dim / 64][tile_tokens][64]. Whoever multiplies has
-    // a barrier to wait at anyway, so there is none here.
+    // The tile as it is multiplied: itself, or cast into panels [dim / 64][tile_tokens][64], without a barrier after it.
     __aicore__ inline LocalTensor<C> Multipliable(const LocalTensor<T>& tile, uint32_t tokens) {
         if constexpr (DIRECT) {
             return tile;
@@ -160,6 +159,7 @@ private:
             Then();
         }
         const LocalTensor<C> k = Multipliable(keys, padded);
+        if constexpr (!DIRECT) Then();
         for (uint32_t query = 0; query < count_; ++query) {
             const Range seen = Seen(query, token, count);
             if (seen.from >= seen.to) continue;
@@ -173,11 +173,16 @@ private:
     __aicore__ inline void Score(uint32_t row, const LocalTensor<C>& k, uint32_t count) {
         const uint32_t rowBlocks = rowElements / LANES;
         const LocalTensor<float> s = score[row * width];
-        Duplicate(dots, 0.0F, int32_t(count * LANES));
+        const BinaryRepeatParams strides(1, 0, rowBlocks, 8, 0, TOKENS * rowBlocks);
+        if constexpr (DIRECT) {  // there is no product of halves that is a float, only a sum
+            Duplicate(dots, 0.0F, int32_t(count * LANES));
+        } else {
+            Mul(dots, q_[row * dim], k, uint64_t(REPEAT), count / TOKENS, strides);
+        }
         Then();
-        for (uint32_t d = 0; d < dim; d += LANES) {
+        for (uint32_t d = DIRECT ? 0 : LANES; d < dim; d += LANES) {
             MulAddDst(dots, q_[row * dim + d], k[d / REPEAT * panelStep + d % REPEAT], uint64_t(REPEAT), count / TOKENS,
-                      BinaryRepeatParams(1, 0, rowBlocks, 8, 0, TOKENS * rowBlocks));
+                      strides);
             Then();
         }
         const LocalTensor<float> blocks = DIRECT ? pairs : s;

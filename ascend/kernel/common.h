@@ -8,8 +8,9 @@ namespace paged_kv {
 
 using namespace AscendC;
 
-// Stands for minus infinity where a difference of two must not be NaN; its exponential is 0.
-constexpr float LOWEST = -1e30F;
+// Stands for minus infinity where a difference of two must not be NaN: the lowest finite float. Any other one is so much
+// larger that the exponential of the difference is 0.
+constexpr float LOWEST = -3.402823466e38F;
 constexpr float MINUS_INFINITY = -__builtin_huge_valf();
 constexpr uint32_t REPEAT = 64;  // floats in a repeat
 

@@ -104,6 +104,17 @@ def test_large_and_small_logits_in_one_row() -> None:
     case.check(scale=1.0)
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_scores_of_any_size_are_weighed_against_each_other(num_splits) -> None:
+    case = Case([200, 3, 0], dtype="bfloat16", group=2)
+    case.query = np.abs(case.query) * 2.0**54
+    case.key_pages = -np.abs(case.key_pages) * 2.0**54  # all scores below -1e33, no two of them near
+    case.keys = [-np.abs(keys) * 2.0**54 for keys in case.keys]
+    case.query, case.key_pages = (array.astype(DTYPES["bfloat16"]) for array in (case.query, case.key_pages))
+    got = case.check(num_splits=num_splits)
+    assert (got.lse[:2] < -1e32).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_cpu_and_the_kernel_agree(dtype) -> None:
     case = Case([1, 33, 150], dtype=dtype, group=4, num_kv_heads=2, head_dim=128, page_size=32)
