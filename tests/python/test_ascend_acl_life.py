@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -221,6 +222,59 @@ def test_many_threads_work_on_two_devices_and_one_stream_of_each() -> None:
     in_threads(8, work)
     for device in devices:
         device.synchronize()
+
+
+@pytest.mark.parametrize("create", ["aclrtCreateEvent", "aclrtCreateStream", "aclrtMalloc"])
+def test_a_close_waits_for_what_other_threads_are_about_to_have(fake: Fake, create: str) -> None:
+    device = ascend.open_device(0)
+    make = {
+        "aclrtCreateEvent": lambda: ascend.Event(device),
+        "aclrtCreateStream": lambda: ascend.Stream(device),
+        "aclrtMalloc": lambda: ascend.allocate(device, 64),
+    }[create]
+    had, go, original = threading.Event(), threading.Event(), getattr(device.acl, create)
+    closer = threading.Thread(target=device.close)
+
+    def slowly(*arguments: object) -> int:
+        status = original(*arguments)
+        had.set()
+        go.wait(30)
+        return status
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(device.acl._functions, create, slowly)
+        maker = threading.Thread(target=make)
+        maker.start()
+        assert had.wait(30)
+        closer.start()
+        closer.join(0.3)
+        assert closer.is_alive()
+        go.set()
+        closer.join(30)
+        maker.join(30)
+    assert fake.leaks() == []
+    with pytest.raises(ascend.UnavailableError, match="was closed"):
+        make()
+
+
+def test_a_device_closed_under_threads_that_use_it_leaves_nothing(fake: Fake) -> None:
+    for _ in range(5):
+        device = ascend.open_device(0)
+        begun = threading.Barrier(5)
+
+        def use(number: int, device: ascend.Device = device, begun: threading.Barrier = begun) -> None:
+            begun.wait()
+            if number == 0:
+                device.close()
+                return
+            with contextlib.suppress(ascend.UnavailableError):
+                while True:
+                    stream = ascend.Stream(device)
+                    stream.record().query()
+                    ascend.allocate(device, 64).fill(0, stream)
+
+        in_threads(5, use)
+        assert (fake.leaks(), fake.misuse()) == ([], [])
 
 
 def test_waiting_lets_other_threads_run(fake: Fake) -> None:

@@ -46,7 +46,7 @@ class KernelBinary:
         binary = ctypes.c_void_p()
         with device.current() as acl:
             acl.aclrtBinaryLoadFromFile(os.fsencode(self.path), ctypes.byref(options), ctypes.byref(binary))
-        self._binary = Handle(device, "aclrtBinaryUnLoad", binary.value or 0)
+            self._binary = Handle(device, "aclrtBinaryUnLoad", binary.value or 0)
         self._functions: dict[str, int] = {}
         self._lock = threading.Lock()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import logging
+import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from paged_kv.ascend import acl as table
@@ -93,6 +94,9 @@ class Device:
         self._owned: dict[tuple[str, int], None] = {}  # what the runtime has to be given back, and by what
         self._streams: dict[int, weakref.ref[Stream]] = {}
         self._retired: dict[int, Stream] = {}  # dropped by their owners, but still at work
+        # Reentrant: a garbage collection inside may give something back.
+        self._changed = threading.Condition(threading.RLock())
+        self._inside: dict[int, int] = {}  # threads, and how many blocks deep they are in the runtime
         previous = current_context(self.acl)
         self.acl.aclrtSetDevice(index)
         try:
@@ -113,6 +117,8 @@ class Device:
 
     def current(self) -> Current:
         """Make the device current in this thread, for a ``with`` block that gets its functions.
+
+        :meth:`close` waits for the block's end, so the block must not wait for a thread that closes.
 
         Returns
         -------
@@ -178,6 +184,7 @@ class Device:
     def close(self) -> None:
         """Wait for the device's work, free all that was had from it, and let it go; harmless when repeated.
 
+        Other threads' calls are refused from then on; those that have begun come to their end first.
         Its memory, streams and events can't be used afterwards. A device that became unusable
         works again when it is opened the next time; where another library began the runtime, not
         before that library has reset the device.
@@ -187,30 +194,58 @@ class Device:
         with self._process.opening:
             if self.closed:
                 return
-            inside = Current(self, checked=False)
+            with self._changed:
+                self.closed = True  # from here on other threads are refused
+                self._changed.wait_for(lambda: not self._inside.keys() - {threading.get_ident()})
+            inside = Current(self, closing=True)
             quietly(inside.__enter__)
-            quietly(self.acl.aclrtSynchronizeDevice)
-            self.closed = True  # from here on other threads are refused
+            if not quietly(self.acl.aclrtSynchronizeDevice):
+                quietly(self.acl.aclrtSynchronizeDevice)  # streams at work must not be destroyed
             for stream in (*self._alive(), *self._retired.values()):
                 stream.forget()
             self._retired.clear()
             for destroy, value in 2 * list(self._owned):  # what is refused is offered once more
-                self._give_back(destroy, value)
+                self._destroy(destroy, value)
             self._owned.clear()
             if not self._process.shared:
                 quietly(self.acl.aclrtResetDevice, self.index)
             inside.__exit__(None, None, None)
             self._process.devices.pop(self.index, None)
 
+    def _enter(self) -> bool:
+        """Note that this thread calls the runtime, until :meth:`_leave`; no once the device is closed."""
+        with self._changed:
+            if not self.closed:
+                me = threading.get_ident()
+                self._inside[me] = self._inside.get(me, 0) + 1
+            return not self.closed
+
+    def _leave(self) -> None:
+        with self._changed:
+            me = threading.get_ident()
+            self._inside[me] -= 1
+            if not self._inside[me]:
+                del self._inside[me]
+                self._changed.notify_all()
+
     def _give_back(self, destroy: str, value: int) -> None:
+        """Give something back, unless that was done, or is up to :meth:`close`."""
+        if self._enter():
+            try:
+                self._destroy(destroy, value)
+            finally:
+                self._leave()
+
+    def _destroy(self, destroy: str, value: int) -> None:
         """Give something back, unless that was done; what the runtime refuses stays for the end."""
         if self._owned.pop((destroy, value), self) is self:
             return
         try:
-            with Current(self, checked=False) as acl:
+            with Current(self, closing=True) as acl:
                 getattr(acl, destroy)(value)
         except DeviceError as error:
-            logger.warning("not given back before the device is closed: %s", error)
+            # Its text: whoever keeps the record of an exception keeps all that its frames work on.
+            logger.warning("not given back before the device is closed: %s", str(error))
             self._owned[destroy, value] = None
 
     def _alive(self) -> list[Stream]:
@@ -220,22 +255,36 @@ class Device:
 
 
 class Current:
-    """A device that is current in this thread, until the block's end; a fatal failure is remembered."""
+    """A device that is current in this thread, until the block's end; a fatal failure is remembered.
 
-    def __init__(self, device: Device, *, checked: bool = True) -> None:
+    Parameters
+    ----------
+    device : Device
+        The device.
+    closing : bool
+        Things are given back: the device need not be in order, and whoever closes it knows of the block.
+    """
+
+    def __init__(self, device: Device, *, closing: bool = False) -> None:
         self._device = device
-        self._checked = checked
+        self._closing = closing
         self._previous: int | None = None
 
     def __enter__(self) -> Acl:
         device = self._device
-        if self._checked:
+        if not self._closing:
             device.check()
-        acl = device.acl
-        previous = current_context(acl)
-        if previous != device.context:
-            acl.aclrtSetCurrentContext(device.context)
-            self._previous = previous
+            if not device._enter():
+                device.check()  # says that it was closed
+        try:
+            acl = device.acl
+            previous = current_context(acl)
+            if previous != device.context:
+                acl.aclrtSetCurrentContext(device.context)
+                self._previous = previous
+        except BaseException:
+            self._leave()
+            raise
         return acl
 
     def __exit__(
@@ -248,6 +297,11 @@ class Current:
             self._device.error = copy.copy(error)  # without the frames, which hold what they worked on
         if self._previous is not None:
             quietly(self._device.acl.aclrtSetCurrentContext, self._previous)
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._closing:
+            self._device._leave()
 
 
 class Handle:
@@ -275,7 +329,7 @@ class Handle:
         value = ctypes.c_void_p()
         with device.current() as acl:
             getattr(acl, create)(ctypes.byref(value), *arguments)
-        return cls(device, destroy, value.value or 0)
+            return cls(device, destroy, value.value or 0)  # inside: who closes the device finds it
 
     def release(self) -> None:
         """Give it back now; nothing happens after the device was closed, or in a forked child."""
@@ -301,9 +355,11 @@ def current_context(acl: Acl) -> int | None:
     return context.value
 
 
-def quietly(function: Callable[..., object], *arguments: object) -> None:
-    """Call what is not worth giving up for when it fails."""
+def quietly(function: Callable[..., object], *arguments: object) -> bool:
+    """Call what is not worth giving up for when it fails; return whether it did not."""
     try:
         function(*arguments)
     except DeviceError as error:
-        logger.warning("%s", error)
+        logger.warning("%s", str(error))
+        return False
+    return True
