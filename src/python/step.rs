@@ -51,9 +51,11 @@ pub(super) fn open(
     let is_short = cache.storage().is_none() && tokens <= SHORT;
     let open = || Ok(if is_short { open()? } else { py.detach(open)? });
     let batch = device::patiently(py, device, open)?;
-    let copies = device.map(|_| pairs(py, &batch.copies())).transpose()?;
-    let work = device.zip(copies).map(|(device, copies)| device.begin(&batch, copies, stream)).transpose()?;
-    Ok(Batch::new(batch, Arc::clone(cache), work))
+    let Some(device) = device else { return Ok(Batch::new(batch, Arc::clone(cache), None)) };
+    let copies = batch.copies();
+    let work = pairs(py, &copies).and_then(|pairs| device.begin(&batch, pairs, stream));
+    let work = work.inspect_err(|_| cache.tables().forget_copies(copies.len()))?;
+    Ok(Batch::new(batch, Arc::clone(cache), Some(work)))
 }
 
 /// See `KvCache.reorder`.

@@ -133,6 +133,12 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         self.copied.load(Ordering::Relaxed)
     }
 
+    /// Takes back that a batch's pages were copied, where whoever had to copy them could not.
+    pub fn forget_copies(&self, count: usize) {
+        // Relaxed: a statistic.
+        self.copied.fetch_sub(count as u64, Ordering::Relaxed);
+    }
+
     /// Remembers that a page, which the caller holds, was copied on write.
     fn note_copied(&self, page: PageId) {
         let life = self.pool.handle(page).generation().wrapping_add(1);
