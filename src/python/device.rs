@@ -6,21 +6,30 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use numpy::PyUntypedArray;
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyType};
+use pyo3::types::{PyDict, PyTuple, PyType};
 
 use super::arguments::BatchArgument;
+use super::array::{Array, Memory, OutputKind};
 use super::batch::Batch;
 use super::build::{Rest, Sizes};
 use super::convert::given;
 use super::step::StepOptions;
+use super::tensor::Tensor;
 use crate::cache::KvCache;
 use crate::dtype::DType;
+use crate::error::Error;
 use crate::layout::{CacheLayout, Which};
 use crate::table::{Sequence, TableLease};
+
+const NOT_QUANTISED: &str = "its kernels have no quantised keys and values; float16 and bfloat16 are taken";
+
+/// DLPack's number for devices that have none.
+const ASCEND: i32 = 12;
 
 /// Where a cache's pages lie.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -79,9 +88,14 @@ impl Device {
         if sizes.num_layers == 0 {
             return Err(PyValueError::new_err("num_layers=0 keeps tables only, which take no device"));
         }
-        if sizes.value_in_key || sizes.head_scales.iter().any(Option::is_some) {
-            let message = "value_in_key, k_scale and v_scale: the kernels of the device don't have them";
-            return Err(PyValueError::new_err(message));
+        let name = Place::Ascend(index).name();
+        if sizes.value_in_key {
+            let message = format!("value_in_key on {name}: the kernels of the device don't have it");
+            return Err(Error::Layout(message).into());
+        }
+        if sizes.head_scales.iter().any(Option::is_some) {
+            let message = format!("k_scale and v_scale on {name}: {NOT_QUANTISED}");
+            return Err(Error::Layout(message).into());
         }
         if rest.region.overcommit {
             return Err(PyValueError::new_err("overcommit: device memory can't be promised twice"));
@@ -183,8 +197,20 @@ impl Device {
         named.set_item(intern!(py, "alibi_slopes"), options.alibi_slopes)?;
         named.set_item(intern!(py, "sinks"), options.sinks)?;
         named.set_item(intern!(py, "return_lse"), options.return_lse)?;
-        named.set_item(intern!(py, "out"), options.out)?;
-        work.call_method(intern!(py, "attend"), (layer, query, batch), Some(&named))
+        let tensor = if options.out.is_some() { None } else { tensor_like(query)? };
+        match &tensor {
+            Some(tensor) => named.set_item(intern!(py, "out"), tensor)?,
+            None => named.set_item(intern!(py, "out"), options.out)?,
+        }
+        let result = work.call_method(intern!(py, "attend"), (layer, query, batch), Some(&named))?;
+        if tensor.is_none() || !options.return_lse {
+            return Ok(result);
+        }
+        let (out, lse): (Bound<'py, PyAny>, Bound<'py, PyAny>) = result.extract()?;
+        let lse = Array::new("lse", &lse)?;
+        let shape = lse.shape().try_into().expect("tokens and heads");
+        let lse = OutputKind::Tensor.floats(py, lse.floats()?, shape)?;
+        Ok(PyTuple::new(py, [out, lse])?.into_any())
     }
 
     /// The keys or values of one layer as an array on the device.
@@ -223,6 +249,22 @@ impl Device {
         pages.truncate(cache.tables().pages_for(sequence.num_computed_tokens()?) as usize);
         self.object(py).call_method1(intern!(py, "prefetch"), (pages, max_bytes))?.extract()
     }
+}
+
+/// What an answer to an array of the host that isn't numpy's goes into, as in host memory.
+fn tensor_like<'py>(query: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = query.py();
+    let device = intern!(py, "__dlpack_device__");
+    if query.cast::<PyUntypedArray>().is_ok() || !query.hasattr(device)? {
+        return Ok(None);
+    }
+    let (kind, _): (i32, i32) = query.call_method0(device)?.extract()?;
+    if kind == ASCEND {
+        return Ok(None);
+    }
+    let array = Array::new("query", query)?;
+    let memory = Memory::zeros(array.dtype()?, array.shape())?;
+    Ok(Some(Bound::new(py, Tensor::new(memory))?.into_any()))
 }
 
 /// Does `f`; where pages are short but some come back from work that has passed meanwhile, once more.

@@ -105,3 +105,5 @@ def test_a_missing_operator_library_is_named_and_another_value_refused(fake: Fak
     monkeypatch.setenv(aclnn.VARIABLE, "atb")
     with pytest.raises(ValueError, match="PAGED_KV_ASCEND_ATTENTION=atb: kernels or aclnn"):
         device_cache()
+    monkeypatch.setenv(aclnn.VARIABLE, "")  # as if it were not set
+    assert device_cache().device == "ascend:0"

@@ -443,3 +443,68 @@ def test_many_threads_each_with_a_stream_and_all_on_one() -> None:
     gc.collect()
     settle(cache)
     assert empty_pool(cache)
+
+
+def test_i11_streams_that_come_and_go_leave_no_memory_behind(fake: Fake) -> None:
+    cache = device_cache()
+    device, sequence = ascend.open_device(0), cache.sequence()
+
+    def use(count: int) -> tuple[int, int]:
+        for seed in range(count):
+            stream = ascend.Stream(device)
+            append(cache, [sequence], 1, seed, stream=stream)
+            sequence.truncate(0)
+        del stream
+        settle(cache)
+        gc.collect()
+        settle(cache)
+        return fake.memory_used(), sum("stream" in line for line in fake.leaks())
+
+    assert use(20) == use(100)
+
+
+@pytest.mark.parametrize("end", ["commit", "close", "drop"])
+def test_pages_come_back_though_the_owner_destroyed_the_stream(fake: Fake, end) -> None:
+    cache = device_cache()
+    device, sequence = ascend.open_device(0), cache.sequence()
+    owner = ascend.Stream(device)
+    handle = owner.handle
+    batch = cache.batch([sequence], 5, stream=handle)
+    write(cache, batch, 0)
+    if end != "drop":
+        getattr(batch, end)()
+    owner.synchronize()
+    del owner
+    gc.collect()
+    assert not any(f"{handle:#x}" in line for line in fake.leaks())
+    del batch
+    sequence.free()
+    settle(cache)
+    assert empty_pool(cache)
+    # Whose end was marked in time is not asked for again; else the runtime says that the stream is gone.
+    assert bool(fake.misuse()) == (end == "drop")
+    fake.clear()
+    for seed in range(9):  # as many other streams as are remembered
+        append(cache, [cache.sequence()], 1, seed, stream=ascend.Stream(device))
+    settle(cache)
+    gc.collect()
+    device.collect()
+    assert fake.misuse() == []
+
+
+def test_who_follows_a_batch_whose_stream_was_destroyed_is_not_refused(fake: Fake) -> None:
+    cache = device_cache()
+    device, sequence = ascend.open_device(0), cache.sequence()
+    append(cache, [sequence], 5, 0)
+    owner, other = ascend.Stream(device), ascend.Stream(device)
+    reader = cache.batch([sequence], 0, num_queries=1, stream=owner.handle)
+    cache.attend(0, rows(7, 1, HEADS), reader)
+    owner.synchronize()
+    del owner
+    gc.collect()
+    append(cache, [sequence], 1, 0, stream=other)
+    reader.close()
+    settle(cache)
+    assert cache.stats()["deferred_pages"] == 0
+    assert all("is not a stream" in line for line in fake.misuse())
+    fake.clear()

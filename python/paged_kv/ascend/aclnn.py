@@ -223,7 +223,7 @@ def chosen() -> IncreFlashAttention | None:
     ValueError
         The variable has another value than ``aclnn`` or ``kernels``.
     """
-    value = os.environ.get(VARIABLE, "kernels")
+    value = os.environ.get(VARIABLE) or "kernels"
     if value == "kernels":
         return None
     if value != "aclnn":

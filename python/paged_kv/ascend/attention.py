@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paged_kv.ascend.tensor import DeviceTensor, device_tensor, empty, from_bits, host_array, span, to_bits
+from paged_kv.ascend.tensor import (
+    DeviceTensor,
+    device_tensor,
+    empty,
+    from_bits,
+    host_array,
+    query_bits,
+    span,
+    to_bits,
+)
 from paged_kv.ascend.tiling import DTYPES, LAYOUTS, DecodeTiling, PrefillTiling, Shape
 from paged_kv.errors import LayoutError
 
@@ -66,7 +75,8 @@ def attend(
     LayoutError
         For what the kernels can't do, by name and number.
     ValueError
-        For a layer that is not there, a scale or soft cap that is not finite, or a batch that has ended.
+        For a layer that is not there, a scale or soft cap that is not finite, a query of the host beyond
+        the range of the cache's dtype, or a batch that has ended.
     InvalidPageError
         A block table names a page that is not there.
     DeviceError
@@ -89,6 +99,8 @@ def attend(
             f"query has shape {list(rows.shape)} instead of [tokens, num_heads, {backend.head_dim}]"
         )
     target = _output(work, out, rows)
+    if isinstance(rows, np.ndarray):
+        out = target if out is None else out
     tokens, num_heads, head_dim = rows.shape
     with work.lane.lock:
         step = work._prepared(batch)
@@ -131,12 +143,13 @@ def attend(
                     )
             return target if lse is None else (target, lse)
         assert isinstance(rows, np.ndarray)
+        query_rows = query_bits(rows, backend.dtype)
         bits = np.empty(rows.shape, np.uint16)
         host_lse = np.empty((tokens, num_heads), np.float32)
         arrived = None
         if tokens:
             with work._launching(step.pages, step.none):
-                sent = lane.upload("query", to_bits(rows, backend.dtype))
+                sent = lane.upload("query", query_rows)
                 result = lane.scratch("out", sent.nbytes)
                 sums = lane.scratch("lse", host_lse.nbytes)
                 _launch(work, step, asked, plan, pages, (sent, result, sums), return_lse=return_lse)
@@ -147,7 +160,7 @@ def attend(
     if arrived is not None:  # without the lock: others may launch meanwhile
         arrived.synchronize()
     _put(bits, backend.dtype, target)
-    return (target, host_lse) if return_lse else target
+    return (out, host_lse) if return_lse else out
 
 
 def _plan(work: Work, step: Step, asked: Shape, *, causal: bool) -> DecodeTiling | PrefillTiling:
@@ -192,16 +205,16 @@ def _output(work: Work, out: Any, query: DeviceTensor | npt.NDArray[Any]) -> Dev
     if isinstance(query, np.ndarray):
         if out is None:
             return np.empty(query.shape, query.dtype)
-        if not isinstance(out, np.ndarray):
+        if device_tensor("out", out, work.backend.device) is not None:
+            raise LayoutError("out is on the device, the query in host memory")
+        array, dtype = host_array("out", out)
+        wanted = host_array("query", query)[1]
+        if array.shape != query.shape or dtype != wanted or not array.flags.writeable:
             raise LayoutError(
-                f"out is a {type(out).__name__}, the query an array of the host: numpy is needed"
+                f"out is {dtype} {list(array.shape)}, writable: {array.flags.writeable}; "
+                f"writable {wanted} {list(query.shape)} is needed"
             )
-        if out.shape != query.shape or out.dtype != query.dtype or not out.flags.writeable:
-            raise LayoutError(
-                f"out is {out.dtype} {list(out.shape)}, writable: {out.flags.writeable}; "
-                f"writable {query.dtype} {list(query.shape)} is needed"
-            )
-        return out
+        return array
     if query.dtype != work.backend.dtype:
         raise LayoutError(f"query is {query.dtype} on the device, the cache {work.backend.dtype}")
     if out is None:

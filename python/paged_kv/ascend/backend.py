@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import bisect
 import threading
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from paged_kv.ascend import aclnn
 from paged_kv.ascend.acl import ATTR_L2
@@ -17,7 +19,7 @@ from paged_kv.ascend.kernels import load_kernels
 from paged_kv.ascend.lane import Lane
 from paged_kv.ascend.memory import allocated_bytes
 from paged_kv.ascend.stream import Stream
-from paged_kv.ascend.tensor import DeviceTensor, device_tensor, empty, span
+from paged_kv.ascend.tensor import DeviceTensor, described, device_tensor, empty, span
 from paged_kv.ascend.tiling import DTYPES, WriteTiling
 from paged_kv.ascend.work import Work
 from paged_kv.errors import CacheMemoryError, LayoutError
@@ -34,6 +36,9 @@ __all__ = ["Backend", "Measured", "measure"]
 
 L2_BYTES = 96 << 20
 """Bytes of the smallest second-level cache among Atlas A2 and A3, where the runtime doesn't tell."""
+
+IDLE_LANES = 8
+"""Streams whose memory is kept although no batch uses them: allocating anew in every step would take long."""
 
 
 class Backend:
@@ -81,7 +86,8 @@ class Backend:
     ) -> None:
         where = f"ascend:{index}"
         if dtype not in DTYPES:
-            raise LayoutError(f"{where}: dtype {dtype}; the kernels take {' and '.join(DTYPES)}")
+            quantised = "" if dtype.startswith("float32") else ", not quantised keys and values"
+            raise LayoutError(f"{where}: dtype {dtype}; the kernels take {' and '.join(DTYPES)}{quantised}")
         if v_head_dim != head_dim:
             raise LayoutError(f"{where}: v_head_dim {v_head_dim} and head_dim {head_dim} have to be equal")
         self.device = open_device(index)
@@ -110,8 +116,9 @@ class Backend:
                     tensor.memory[: self.page_bytes].fill(0)
         self.flights = Flights()
         self._lock = threading.RLock()  # a garbage collection inside may come back here
-        self._lanes: dict[int, Lane] = {}
-        self._own = self.lane(None)
+        self._lanes: WeakValueDictionary[int, Lane] = WeakValueDictionary()
+        self._recent: OrderedDict[int, Lane] = OrderedDict()  # of the streams used last
+        self._own = Lane(self.device, Stream(self.device))
 
     def _allocate(self, num_layers: int) -> list[tuple[DeviceTensor, DeviceTensor]]:
         needed = 2 * num_layers * allocated_bytes(self.num_pages * self.page_bytes)
@@ -135,7 +142,7 @@ class Backend:
         layers = []
         for layer, arrays in enumerate(storage):
             pair = []
-            for which, array in zip(("key_pages", "value_pages"), arrays, strict=True):
+            for which, array in zip(("key_pages", "value_pages"), _pair(layer, arrays), strict=True):
                 name = f"{which} of layer {layer} in storage"
                 tensor = device_tensor(name, array, self.device, writable=True)
                 if tensor is None:
@@ -162,7 +169,7 @@ class Backend:
 
     # ---- streams and batches ----
 
-    def lane(self, stream: object) -> Lane:
+    def lane(self, stream: Any) -> Lane:
         """Return what belongs to a stream.
 
         Parameters
@@ -170,29 +177,35 @@ class Backend:
         stream : Stream, int, object with ``npu_stream``, or None
             None is the cache's own one; a number is a raw handle.
         """
-        if stream is None and hasattr(self, "_own"):
+        if stream is None:
             return self._own
         if isinstance(stream, Stream):
-            found = stream
+            handle = stream.handle
             if stream.device is not self.device:
                 raise ValueError(
                     f"the stream is of ascend:{stream.device.index}, the cache on ascend:{self.device.index}"
                 )
         else:
             handle = getattr(stream, "npu_stream", stream)
-            if handle is not None and (not isinstance(handle, int) or isinstance(handle, bool)):
+            if not isinstance(handle, int) or isinstance(handle, bool):
                 raise TypeError(f"stream must be a Stream or a handle, not {type(stream).__name__}")
-            with self._lock:
-                known = self._lanes.get(handle) if handle is not None else None
-            found = known.stream if known else Stream(self.device, handle)
         with self._lock:
-            return self._lanes.setdefault(found.handle, Lane(self.device, found))
+            lane = self._lanes.get(handle)
+            # A stream that goes with its object is kept, though its handle may be one that was used before.
+            if lane is None or (isinstance(stream, Stream) and stream.is_owner and lane.stream is not stream):
+                found = stream if isinstance(stream, Stream) else Stream(self.device, handle)
+                lane = self._lanes[handle] = Lane(self.device, found)
+            self._recent[handle] = lane
+            self._recent.move_to_end(handle)
+            idle = self._recent.popitem(last=False) if len(self._recent) > IDLE_LANES else None
+        del idle  # without the lock: freeing memory may take its time
+        return lane
 
     def poll(self) -> bool:
         """End the leases of work that has passed; return whether there was any. Never waits."""
         return self.flights.poll()
 
-    def begin(self, lease: PageLease, copies: npt.NDArray[np.int64], stream: object) -> Work:
+    def begin(self, lease: PageLease, copies: npt.NDArray[np.int64], stream: Any) -> Work:
         """Begin a batch's work: its copies on write take their turn at once.
 
         Parameters
@@ -324,7 +337,17 @@ def measure(storage: Iterable[Any], layout: str) -> Measured:
     LayoutError
         There is no layer, or its keys have not 4 axes.
     """
-    for key_pages, _ in storage:
-        dtype = str(key_pages.dtype).removeprefix("torch.")
-        return Measured(tuple(key_pages.shape), dtype, layout)
+    for arrays in storage:
+        return Measured(*described("key_pages of layer 0 in storage", _pair(0, arrays)[0]), layout)
     raise LayoutError("storage= must hold one (key_pages, value_pages) per layer")
+
+
+def _pair(layer: int, arrays: Any) -> tuple[Any, Any]:
+    """Return a layer's keys and values; ``LayoutError`` where there are more arrays, or fewer."""
+    found = tuple(arrays)
+    if len(found) != 2:
+        raise LayoutError(
+            f"layer {layer} in storage has {len(found)} arrays: (key_pages, value_pages) is needed; "
+            "scales are not taken, for the kernels have no quantised keys and values"
+        )
+    return found

@@ -15,19 +15,24 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from paged_kv.errors import LayoutError
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from paged_kv.ascend.tensor import DeviceTensor
 
-__all__ = ["DEVICE_TYPE", "export_capsule", "import_capsule"]
+__all__ = ["DEVICE_TYPE", "HOST_TYPES", "Imported", "export_capsule", "host_view", "import_capsule"]
 
 DEVICE_TYPE = 12
 """kDLExtDev: what frameworks call devices that DLPack has no number for."""
+
+HOST_TYPES = (1, 3, 11)
+"""Memory of the host, page-locked by somebody or not."""
 
 _READ_ONLY = 1
 """The flag of an array that its consumer must not write to."""
@@ -96,18 +101,36 @@ class _Owner:
             deleter(address)
 
 
-def import_capsule(array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...] | None, str, object, bool]:
+class Imported(NamedTuple):
+    """An array that was taken over: whoever keeps `owner` keeps the memory. Strides count elements."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: str
+    owner: object
+    read_only: bool
+
+
+def import_capsule(array: Any, stream: int | None = None) -> Imported:
     """Take an array over by its ``__dlpack__``.
 
-    Returns
-    -------
-    address, shape, strides, dtype, owner, read_only
-        Strides in elements, or None where it is contiguous; whoever keeps `owner` keeps the memory.
+    Parameters
+    ----------
+    array : object with ``__dlpack__``
+        Whose it is.
+    stream : int, optional
+        -1 for an array of a device, whose content needs not be there yet; None for one of the host.
+
+    Raises
+    ------
+    LayoutError
+        It is of a kind, a version or a dtype that is not taken.
     """
     try:
-        capsule = array.__dlpack__(stream=-1, max_version=(1, 0))
+        capsule = array.__dlpack__(stream=stream, max_version=(1, 0))
     except TypeError:  # a producer from before DLPack 1.0
-        capsule = array.__dlpack__(stream=-1)
+        capsule = array.__dlpack__(stream=stream)
     name = next((name for name in _KINDS if _api.PyCapsule_IsValid(capsule, name)), None)
     if name is None:
         raise LayoutError("the DLPack capsule is of an unknown kind, or was used before")
@@ -126,20 +149,34 @@ def import_capsule(array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...] | 
         raise LayoutError(f"DLPack type code {tensor.code} of {tensor.bits} bits, {tensor.lanes} lanes")
     shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
     strides = tuple(tensor.strides[axis] for axis in range(tensor.ndim)) if tensor.strides else None
-    return (tensor.data or 0) + tensor.byte_offset, shape, strides, dtype, owner, read_only
+    return Imported((tensor.data or 0) + tensor.byte_offset, shape, strides, dtype, owner, read_only)
 
 
 class _Lent:
-    """Device memory as numpy wants it described; numpy never looks at what an array holds unasked."""
+    """Memory as numpy wants it described; numpy never looks at what an array holds unasked."""
 
-    def __init__(self, tensor: DeviceTensor, nbytes: int) -> None:
-        self.tensor = tensor
-        self.__array_interface__ = {
-            "data": (tensor.data_ptr, tensor.read_only),
-            "shape": tensor.shape,
-            "typestr": np.dtype(f"i{nbytes}").str,
+    def __init__(
+        self, address: int, shape: tuple[int, ...], kind: str, owner: object, *, read_only: bool = False
+    ) -> None:
+        self.owner = owner
+        self.__array_interface__: dict[str, object] = {
+            "data": (address, read_only),
+            "shape": shape,
+            "typestr": np.dtype(kind).str,
             "version": 3,
         }
+
+
+def host_view(array: Any) -> npt.NDArray[Any]:
+    """Return an array of the host that has ``__dlpack__`` as one of numpy; bfloat16 as its bits. No copy."""
+    found = import_capsule(array)
+    kind = np.dtype("uint16" if found.dtype == "bfloat16" else found.dtype)
+    if 0 in found.shape:
+        return np.empty(found.shape, kind)
+    lent = _Lent(found.address, found.shape, kind.str, found.owner, read_only=found.read_only)
+    if found.strides is not None:
+        lent.__array_interface__["strides"] = tuple(step * kind.itemsize for step in found.strides)
+    return np.asarray(lent)
 
 
 _VERSIONED = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
@@ -154,7 +191,7 @@ def export_capsule(array: DeviceTensor, *, versioned: bool) -> object:
     """
     code, bits = _NUMBERS[array.dtype]
     versioned = versioned and _VERSIONED
-    lent = np.asarray(_Lent(array, bits // 8))
+    lent = np.asarray(_Lent(array.data_ptr, array.shape, f"i{bits // 8}", array, read_only=array.read_only))
     capsule = lent.__dlpack__(max_version=(1, 0)) if versioned else lent.__dlpack__()
     name = b"dltensor_versioned" if versioned else b"dltensor"
     tensor = _KINDS[name].from_address(_api.PyCapsule_GetPointer(capsule, name)).tensor

@@ -68,8 +68,17 @@ class Flight:
     def mark(self) -> Event:
         """Return the event of the work so far."""
         if self.event is None:
-            self.event = self.stream.record()
+            self.event = self.stream.fence()
         return self.event
+
+    def so_far(self) -> Event | None:
+        """Return an event of the work so far, though more may come; None where it has passed."""
+        try:
+            return self.event or self.stream.fence()
+        except DeviceError as error:
+            if self.stream.is_gone(error):
+                return None
+            raise
 
     def release(self) -> None:
         """Let the pages go."""
@@ -78,8 +87,11 @@ class Flight:
 
     def passed(self) -> bool:
         """Say whether the batch is over and all its work done; no where the device doesn't tell."""
+        if not self.ended:
+            return False
         try:
-            return self.ended and self.mark().query()
+            self.event = event = self.so_far()
+            return event is None or event.query()
         except DeviceError:
             # Nobody asked for this; whoever uses the device next is told. Until then the pages stay.
             return False
@@ -147,7 +159,9 @@ class Flights:
             if (writing & (read | written)).any() or (reading & written).any():
                 latest[other.stream.handle] = other
         for other in latest.values():
-            flight.stream.wait(other.event or other.stream.record())
+            event = other.so_far()
+            if event is not None:
+                flight.stream.wait(event)
 
     def __len__(self) -> int:
         with self._lock:

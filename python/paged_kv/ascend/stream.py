@@ -27,14 +27,19 @@ _CLOSE_AFTER = 64
 """Kept objects after which an event is recorded that tells when they may go."""
 
 
+_GONE = frozenset({table.STREAM_CONTEXT, table.INVALID_HANDLE})
+"""What the runtime says of a stream that was destroyed."""
+
+
 class _Batch:
     """Objects kept together, with the event after which they may go; without one, the next batch's tells."""
 
-    __slots__ = ("event", "objects")
+    __slots__ = ("event", "is_fence", "objects")
 
-    def __init__(self, objects: list[object]) -> None:
+    def __init__(self, objects: list[object], fence: Handle | None = None) -> None:
         self.objects = objects
-        self.event: Handle | None = None
+        self.event = fence
+        self.is_fence = fence is not None  # somebody else looks at the event: it is not recorded again
 
 
 class Event:
@@ -90,7 +95,8 @@ class Stream:
         The device.
     handle : int, optional
         A stream of someone else, such as ``torch_npu.npu.Stream().npu_stream``, to be used and
-        not destroyed; without it a new one is made.
+        not destroyed; without it a new one is made. Its owner may destroy it when its work has passed;
+        where something was kept without a mark, whoever notices waits for the device.
     """
 
     def __init__(self, device: Device, handle: int | None = None) -> None:
@@ -111,6 +117,11 @@ class Stream:
     def handle(self) -> int:
         """The runtime's stream."""
         return self._value if self._handle is None else self._handle.value
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether the runtime's stream is destroyed with this object."""
+        return self._handle is not None
 
     def submit(self, function: str, *arguments: object, keep: tuple[object, ...] = ()) -> None:
         """Call a function of the runtime whose last argument is the stream.
@@ -140,6 +151,27 @@ class Stream:
         event = Event(self.device)
         event.record(self)
         return event
+
+    def fence(self) -> Event:
+        """Return an event as :meth:`record` does, which nobody may record again: what is kept goes by it."""
+        event = Event(self.device)
+        with self._lock, self.device.current() as acl:
+            acl.aclrtRecordEvent(event.handle, self.handle)
+            self._close()
+            self._kept.append(_Batch([], event._handle))
+        self.poll()
+        return event
+
+    def is_gone(self, error: DeviceError) -> bool:
+        """Say whether a refusal means that its owner destroyed the stream; if so its work has passed.
+
+        Owners have to wait for the work first. In case one didn't, this waits for the device.
+        """
+        if self.is_owner or error.code not in _GONE:
+            return False
+        with self.device.current() as acl:
+            acl.aclrtSynchronizeDevice()
+        return True
 
     def wait(self, event: Event) -> None:
         """Let later work of this stream wait for the event; the host doesn't."""
@@ -188,13 +220,9 @@ class Stream:
             return False
         status = ctypes.c_int32()
         try:
-            with self._lock, self.device.current() as acl:
+            with self._lock:
                 self._close()
-                if self._kept and self._kept[-1].event is None:
-                    event = self._spare or Handle.create(self.device, "aclrtCreateEvent", "aclrtDestroyEvent")
-                    self._spare = None
-                    acl.aclrtRecordEvent(event.value, self.handle)
-                    self._kept[-1].event = event
+                self._mark()
                 marks = [batch for batch in self._kept if batch.event is not None]
             for batch in marks:
                 with self._lock, self.device.current() as acl:
@@ -209,6 +237,22 @@ class Stream:
             return False
         with self._lock:
             return not self._kept and not self._open
+
+    def _mark(self) -> None:
+        """Record an event for what is kept without one, the lock being held."""
+        if not self._kept or self._kept[-1].event is not None:
+            return
+        event = self._spare or Handle.create(self.device, "aclrtCreateEvent", "aclrtDestroyEvent")
+        self._spare = None
+        try:
+            with self.device.current() as acl:
+                acl.aclrtRecordEvent(event.value, self.handle)
+        except DeviceError as error:
+            if not self.is_gone(error):
+                raise
+            self._kept.clear()
+        else:
+            self._kept[-1].event = event
 
     def _close(self) -> None:
         """Begin another batch, the lock being held."""
@@ -225,10 +269,10 @@ class Stream:
                 dropped.append(batch.objects)
                 if batch.event is None:
                     continue
-                if events is None or batch.event in events:
-                    self._spare = batch.event
-                else:
+                if events is not None and batch.event not in events:
                     self._open.append(batch.event)
+                elif not batch.is_fence:
+                    self._spare = batch.event
                 batch.event = None
 
     def forget(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paged_kv.ascend.dlpack import DEVICE_TYPE, export_capsule, import_capsule
+from paged_kv.ascend.dlpack import DEVICE_TYPE, HOST_TYPES, export_capsule, host_view, import_capsule
 from paged_kv.ascend.memory import DeviceMemory, allocate
 from paged_kv.errors import LayoutError
 
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 __all__ = [
     "DeviceTensor",
     "as_tensor",
+    "described",
     "device_tensor",
     "empty",
     "from_bits",
     "host_array",
+    "query_bits",
     "span",
     "to_bits",
 ]
@@ -240,18 +242,34 @@ def device_tensor(name: str, array: object, device: Device, *, writable: bool = 
         tensor = _from_torch(name, array, device)
     elif not isinstance(array, np.ndarray) and hasattr(array, "__dlpack_device__"):
         kind, index = array.__dlpack_device__()
-        if kind == 1:
+        if kind in HOST_TYPES:
             return None
         if (kind, index) != (DEVICE_TYPE, device.index):
             raise LayoutError(f"{name} is on DLPack device ({kind}, {index}), the cache on {_name(device)}")
-        address, shape, strides, dtype, owner, read_only = import_capsule(array)
-        tensor = _adopt(name, device, address, shape, strides, dtype, owner)
-        tensor.read_only = read_only
+        found = import_capsule(array, stream=-1)
+        tensor = _adopt(name, device, found.address, found.shape, found.strides, found.dtype, found.owner)
+        tensor.read_only = found.read_only
     if tensor is not None and tensor.memory.device is not device:
         raise LayoutError(f"{name} is on {tensor.device}, the cache on {_name(device)}")
     if tensor is not None and writable and tensor.read_only:
         raise LayoutError(f"{name} is read-only")
     return tensor
+
+
+def described(name: str, array: Any) -> tuple[tuple[int, ...], str]:
+    """Return shape and dtype of an array, wherever it is.
+
+    Raises
+    ------
+    TypeError
+        It is none.
+    """
+    if hasattr(array, "shape") and hasattr(array, "dtype"):
+        return tuple(array.shape), str(array.dtype).removeprefix("torch.")
+    if not hasattr(array, "__dlpack__"):
+        raise TypeError(f"{name} must be an array, not {type(array).__name__}")
+    found = import_capsule(array, stream=-1)
+    return found.shape, found.dtype
 
 
 def span(tensor: DeviceTensor) -> tuple[int, int]:
@@ -297,11 +315,19 @@ def _adopt(
 
 
 def host_array(name: str, array: Any) -> tuple[npt.NDArray[Any], str]:
-    """Return an array of the host and the name of its dtype; uint16 are the bits of bfloat16."""
+    """Return an array of the host and the name of its dtype; uint16 are the bits of bfloat16.
+
+    Raises
+    ------
+    TypeError
+        It is no array: of numpy, or with ``__dlpack__``.
+    LayoutError
+        It is of a dtype that is not taken.
+    """
     if not isinstance(array, np.ndarray):
         if not hasattr(array, "__dlpack__"):
             raise TypeError(f"{name} must be an array, not {type(array).__name__}")
-        array = np.from_dlpack(array)
+        array = host_view(array)
     dtype = "bfloat16" if array.dtype.name == "uint16" else array.dtype.name
     if dtype not in ("float32", "float16", "bfloat16"):
         raise LayoutError(f"{name} is {dtype}; float32, float16 and bfloat16 are taken")
@@ -322,6 +348,29 @@ def to_bits(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.uint16]:
     bits = np.ascontiguousarray(wide).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & np.uint32(1))) >> 16
     return np.where(np.isnan(wide), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
+def query_bits(query: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.uint16]:
+    """Return a query as :func:`to_bits` does.
+
+    Raises
+    ------
+    ValueError
+        A finite number of it would become infinite, and with it the answer NaN.
+    """
+    bits = to_bits(query, dtype)
+    infinite = bits & 0x7FFF == (0x7C00 if dtype == "float16" else 0x7F80)
+    if infinite.any():
+        wide = from_bits(query.view(np.uint16), "bfloat16") if query.dtype.name == "uint16" else query
+        lost = infinite & np.isfinite(wide.astype(np.float32))
+        if lost.any():
+            where = tuple(int(axis[0]) for axis in lost.nonzero())
+            largest = {"float16": "65504", "bfloat16": "3.39e38"}[dtype]
+            raise ValueError(
+                f"query{list(where)} is {float(wide[where]):g}; {dtype}, in which the device multiplies, "
+                f"ends at {largest}: divide the query and multiply scale="
+            )
+    return bits
 
 
 def from_bits(bits: npt.NDArray[np.uint16], dtype: str) -> npt.NDArray[np.float32]:

@@ -134,11 +134,12 @@ class Work:
         """Return what is written: memory of the device, or bits in the cache's dtype."""
         backend = self.backend
         tensor = device_tensor(name, array, backend.device)
-        found = tensor.shape if tensor else tuple(np.shape(array))
-        if found != expected:
-            raise LayoutError(f"{name} has shape {list(found)} instead of {list(expected)}")
+        rows = tensor or host_array(name, array)[0]
+        if rows.shape != expected:
+            raise LayoutError(f"{name} has shape {list(rows.shape)} instead of {list(expected)}")
         if tensor is None:
-            return to_bits(host_array(name, array)[0], backend.dtype)
+            assert isinstance(rows, np.ndarray)
+            return to_bits(rows, backend.dtype)
         if tensor.dtype != backend.dtype:
             raise LayoutError(f"{name} is {tensor.dtype} on the device, the cache {backend.dtype}")
         return tensor.memory
