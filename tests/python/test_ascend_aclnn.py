@@ -57,7 +57,7 @@ def test_a_decode_step_goes_through_both_phases(operators, fake: Fake, monkeypat
 
 @pytest.mark.usefixtures("operators")
 def test_what_the_operator_does_not_take_is_done_by_the_kernels(monkeypatch) -> None:
-    monkeypatch.setattr(aclnn.IncreFlashAttention, "decode", None)  # fails if it is called
+    monkeypatch.setattr(aclnn.Operators, "decode", None)  # fails if it is called
     cases = [{"return_lse": True}, {"window_left": 5}, {"logits_soft_cap": 3.0}]
     asked = [decode(device_cache(), **options) for options in cases] + [decode(device_cache(layout="NHD"))]
     with pytest.raises(TypeError):
@@ -79,14 +79,87 @@ def test_a_refusal_of_the_operator_is_a_typed_error_and_leaves_nothing(
     operators, monkeypatch, wrong, said
 ) -> None:
     cache = device_cache()
-    describe = aclnn.IncreFlashAttention._describe
+    describe = aclnn._Given._describe
     monkeypatch.setattr(
-        aclnn.IncreFlashAttention,
+        aclnn._Given,
         "_describe",
         lambda self, memory, shape, dtype: describe(self, memory, *wrong(shape, dtype)),
     )
     with pytest.raises(paged_kv.DeviceError, match="aclnnIncreFlashAttentionV4GetWorkspaceSize: 161002"):
         decode(cache)
+    assert operators.fake_opapi_said() == said
+    assert operators.fake_opapi_live() == 0
+    settle(cache)
+    assert empty_pool(cache)
+
+
+NHD = {"layout": "NHD", "page_size": 128}
+
+
+def prefill(cache: paged_kv.KvCache, **options: object) -> np.ndarray:
+    """Two sequences, of which one has tokens before, and queries of both."""
+    first, second = cache.sequence(), cache.sequence()
+    append(cache, [first], 150, 0)
+    with cache.batch([first, second], [7, 5]) as batch:
+        for layer in range(2):
+            cache.write(layer, rows(layer, 12), rows(layer + 9, 12), batch)
+        out = cache.attend(1, rows(5, 12, HEADS), batch, **options)
+    return np.asarray(out[0] if isinstance(out, tuple) else out)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_chunk_of_queries_goes_through_both_phases(operators, monkeypatch, dtype, causal) -> None:
+    asked = []
+    run = aclnn.Operators._run
+    monkeypatch.setattr(
+        aclnn.Operators,
+        "_run",
+        lambda self, lane, name, *rest: asked.append(name) or run(self, lane, name, *rest),
+    )
+    got = prefill(device_cache(dtype=dtype, **NHD), causal=causal)
+    assert asked == [aclnn.PREFILL]
+    assert operators.fake_opapi_live() == 0
+    monkeypatch.setenv(aclnn.VARIABLE, "kernels")
+    np.testing.assert_array_equal(got, prefill(device_cache(dtype=dtype, **NHD), causal=causal))
+
+
+@pytest.mark.usefixtures("operators")
+def test_chunks_that_the_operator_does_not_take_are_done_by_the_kernels(monkeypatch) -> None:
+    monkeypatch.setattr(aclnn.Operators, "prefill", None)  # fails if it is called
+    cases = [({"return_lse": True}, NHD), ({"window_left": 5}, NHD), ({"logits_soft_cap": 3.0}, NHD)]
+    cases += [({}, NHD | sizes) for sizes in ({"page_size": 64}, {"layout": "HND"})]
+    asked = [prefill(device_cache(**sizes), **options) for options, sizes in cases]
+    with pytest.raises(TypeError):
+        prefill(device_cache(**NHD))
+    monkeypatch.setenv(aclnn.VARIABLE, "kernels")
+    want = [prefill(device_cache(**sizes), **options) for options, sizes in cases]
+    np.testing.assert_array_equal(asked, want)
+
+
+@pytest.mark.parametrize(
+    ("number", "value", "said"),
+    [
+        (27, 3, b"query is no [T, 3, D]"),
+        (31, b"BSND", b"layout BSND"),
+        (33, 2, b"sparseMode 2"),
+        (34, 1, b"innerPrecise 1"),
+        (35, 64, b"keys are no [blocks, 64, H]"),
+        (4, None, b"sparseMode 3"),
+        (6, None, b"a needed argument is null"),
+        (14, None, b"a needed argument is null"),
+    ],
+)
+def test_each_argument_of_a_chunk_has_its_place(operators, monkeypatch, number, value, said) -> None:
+    run = aclnn.Operators._run
+
+    def wrong(self, lane, name, arguments, arrays) -> None:
+        run(self, lane, name, (*arguments[:number], value, *arguments[number + 1 :]), arrays)
+
+    monkeypatch.setattr(aclnn.Operators, "_run", wrong)
+    cache = device_cache(**NHD)
+    with pytest.raises(paged_kv.DeviceError, match="aclnnFusedInferAttentionScoreV3GetWorkspaceSize: 16100"):
+        prefill(cache)
     assert operators.fake_opapi_said() == said
     assert operators.fake_opapi_live() == 0
     settle(cache)

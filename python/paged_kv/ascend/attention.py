@@ -189,10 +189,14 @@ def _launch(
     arrays |= {name: on_device[name] for name in ("block_table", "seq_lens")}
     pairs = asked.batch * asked.num_kv_heads
     if isinstance(plan, PrefillTiling):
+        if not return_lse and backend.aclnn and backend.aclnn.takes_prefill(asked, step):
+            mask = backend.causal_mask() if plan.causal else None
+            backend.aclnn.prefill(lane, arrays, asked, backend.num_pages, step, mask)
+            return
         arrays["cu_seqlens_q"] = on_device["cu_seqlens_q"]
         backend.kernels.prefill(lane.stream, arrays, plan, min(backend.num_cores, pairs * plan.chunks))
-    elif not return_lse and backend.aclnn and backend.aclnn.takes(asked, step.lens):
-        backend.aclnn.decode(lane, arrays, asked, backend.num_pages, step.lens)
+    elif not return_lse and backend.aclnn and backend.aclnn.takes(asked, step):
+        backend.aclnn.decode(lane, arrays, asked, backend.num_pages, step)
     else:
         parts = pairs * plan.num_splits
         arrays["partial_out"] = lane.scratch("partial_out", parts * plan.group * asked.head_dim * 4)

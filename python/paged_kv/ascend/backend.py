@@ -11,13 +11,15 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import numpy as np
+
 from paged_kv.ascend import aclnn
 from paged_kv.ascend.acl import ATTR_L2
 from paged_kv.ascend.device import open_device
 from paged_kv.ascend.flight import Flight, Flights
 from paged_kv.ascend.kernels import load_kernels
 from paged_kv.ascend.lane import Lane
-from paged_kv.ascend.memory import allocated_bytes
+from paged_kv.ascend.memory import allocate, allocated_bytes
 from paged_kv.ascend.stream import Stream
 from paged_kv.ascend.tensor import DeviceTensor, described, device_tensor, empty, span
 from paged_kv.ascend.tiling import DTYPES, WriteTiling
@@ -27,10 +29,10 @@ from paged_kv.errors import CacheMemoryError, LayoutError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import numpy as np
     import numpy.typing as npt
 
     from paged_kv._core import PageLease
+    from paged_kv.ascend.memory import DeviceMemory
 
 __all__ = ["Backend", "Measured", "measure"]
 
@@ -105,6 +107,7 @@ class Backend:
         self._shape = (num_pages, *inner, head_dim)
         self.page_bytes = num_kv_heads * page_size * head_dim * 2
         self._l2_bytes: int | None = None
+        self._mask: DeviceMemory | None = None
         self._spans: list[tuple[int, int]] = []  # begin and end of every array, in order
         if storage is None:
             self._layers = self._allocate(num_layers)
@@ -256,6 +259,15 @@ class Backend:
         work.park()
 
     # ---- memory ----
+
+    def causal_mask(self) -> DeviceMemory:
+        """Return what says "causal" to CANN's operator: int8, 1 above the diagonal; made once."""
+        with self._lock:
+            if self._mask is None:
+                mask = allocate(self.device, aclnn.MASK**2)
+                mask.copy_from(np.triu(np.ones((aclnn.MASK, aclnn.MASK), np.int8), 1))
+                self._mask = mask
+            return self._mask
 
     def layer(self, layer: int) -> tuple[DeviceTensor, DeviceTensor]:
         """Return keys and values of one layer; ``ValueError`` where there is none."""
