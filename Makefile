@@ -18,7 +18,7 @@ SOURCES := Cargo.toml Cargo.lock pyproject.toml $(shell find src -name '*.rs')
 ifeq ($(MAKELEVEL),0)
 .NOTPARALLEL:
 endif
-.PHONY: help demo test fmt lint lint-rust lint-python test-rust test-python loom loom-quick asan neon stress mutants bench ascend-cost stubs docs wheel clean
+.PHONY: help demo test fmt lint lint-rust lint-python test-rust test-python loom loom-quick asan neon avx512 stress mutants bench ascend-cost stubs docs wheel clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -80,6 +80,12 @@ asan: ## unit, property and stress tests under AddressSanitizer
 neon: ## compile for 64-bit Arm and run its tests, under emulation where need be (tests/aarch64.sh says what that takes)
 	tests/aarch64.sh --locked --no-fail-fast --lib $(foreach test,attention cache field_cases pool property table,--test $(test)) \
 		-- --skip a_huge_page_is_taken --skip memory_starts_as_zeros --skip the_environment_chooses
+
+# Left out: what takes minutes under emulation.
+avx512: ## run the kernels' tests with AVX-512, emulated where the CPU lacks it (tests/avx512.sh says what that takes)
+	tests/avx512.sh --locked --lib kernels::
+	tests/avx512.sh --locked --test attention -- --skip a_million_keys --skip threads_placement \
+		--skip attention_is_near_what_it_was
 
 stress: $(VENV)/.tools $(VENV)/.extension ## minutes of hammering from many threads, Rust and Python
 	$(CARGO) test --locked --release --test property --test stress -- --include-ignored

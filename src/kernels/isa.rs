@@ -165,3 +165,12 @@ impl FromStr for Isa {
         isa.level().map(|_| isa)
     }
 }
+
+/// The instruction sets to test: that of `PAGED_KV_ISA`, else all that this CPU has.
+#[cfg(test)]
+pub(super) fn tested() -> Vec<Level> {
+    match std::env::var(VARIABLE) {
+        Ok(name) => vec![name.parse::<Isa>().and_then(Isa::level).unwrap()],
+        Err(_) => Isa::ALL.into_iter().filter_map(Isa::proof).collect(),
+    }
+}

@@ -54,25 +54,44 @@ fn polynomial<S: Simd, const N: usize>(simd: S, x: S::F32, coefficients: [f32; N
 
 #[cfg(test)]
 mod tests {
-    use super::super::scalar::Scalar;
+    use super::super::isa::{dispatch, tested};
+    use super::super::simd::{MOST_LANES, Simd};
     use super::{exp, tanh};
+
+    /// `f` of each number, as many at once as there are lanes.
+    fn each<S: Simd>(simd: S, f: impl Fn(S, S::F32) -> S::F32, x: &[f32]) -> Vec<f32> {
+        let mut lanes = [0.0; MOST_LANES];
+        let mut got = Vec::with_capacity(x.len());
+        for x in x.chunks(S::LANES) {
+            lanes[..x.len()].copy_from_slice(x);
+            // SAFETY: there are at least `LANES`.
+            unsafe { simd.store(lanes.as_mut_ptr(), f(simd, simd.load(lanes.as_ptr()))) }
+            got.extend(&lanes[..x.len()]);
+        }
+        got
+    }
+
+    fn check<S: Simd>(simd: S) {
+        let ends = [0.0, f32::NEG_INFINITY, f32::NAN];
+        assert!(matches!(each(simd, exp, &ends)[..], [1.0, 0.0, nan] if nan.is_nan()));
+        let below: Vec<f32> = (0..873_000).map(|i| -1e-4 * i as f32).collect();
+        for (&x, got) in below.iter().zip(each(simd, exp, &below)) {
+            let want = f64::from(x).exp();
+            assert!((f64::from(got) / want - 1.0).abs() < 2.4e-7, "exp({x}) = {got}, not {want}");
+        }
+        let ends = [1e30, f32::NEG_INFINITY, f32::NAN];
+        assert!(matches!(each(simd, tanh, &ends)[..], [1.0, -1.0, nan] if nan.is_nan()));
+        let around: Vec<f32> = (-100_000..100_000).map(|i| 1e-4 * i as f32 + 1e-6).collect();
+        for (&x, got) in around.iter().zip(each(simd, tanh, &around)) {
+            let want = f64::from(x).tanh();
+            assert!((f64::from(got) / want - 1.0).abs() < 3.6e-7, "tanh({x}) = {got}, not {want}");
+        }
+    }
 
     #[test]
     fn exp_and_tanh_are_right_to_a_few_units_in_the_last_place() {
-        assert_eq!(exp(Scalar, 0.0).to_bits(), 1.0_f32.to_bits());
-        assert_eq!(exp(Scalar, f32::NEG_INFINITY).to_bits(), 0);
-        assert!(exp(Scalar, f32::NAN).is_nan() && tanh(Scalar, f32::NAN).is_nan());
-        for i in 0..873_000 {
-            let x = -1e-4 * i as f32;
-            let (got, want) = (f64::from(exp(Scalar, x)), f64::from(x).exp());
-            assert!((got / want - 1.0).abs() < 2.4e-7, "exp({x}) = {got}, not {want}");
+        for level in tested() {
+            dispatch!(level, simd => check(simd));
         }
-        for i in -100_000..100_000 {
-            let x = 1e-4 * i as f32 + 1e-6;
-            let (got, want) = (f64::from(tanh(Scalar, x)), f64::from(x).tanh());
-            assert!((got / want - 1.0).abs() < 3.6e-7, "tanh({x}) = {got}, not {want}");
-        }
-        assert_eq!(tanh(Scalar, 1e30).to_bits(), 1.0_f32.to_bits());
-        assert_eq!(tanh(Scalar, f32::NEG_INFINITY).to_bits(), (-1.0_f32).to_bits());
     }
 }

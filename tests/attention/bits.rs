@@ -4,7 +4,7 @@ use paged_kv::dtype::DType;
 use paged_kv::layout::PageOrder;
 use proptest::prelude::*;
 
-use crate::harness::{Case, Outcome, isas, pool};
+use crate::harness::{Case, Outcome, isas, pool, random};
 use crate::property::cases;
 
 /// Decode, a chunk, an untouched sequence, and one long enough to be split over threads.
@@ -80,7 +80,7 @@ fn threads_placement_page_size_and_order_change_no_bit() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(random(24))]
 
     /// Whatever the batch: each sequence's bits are those it has alone, on any number of threads,
     /// with its pages anywhere and of any size.

@@ -7,7 +7,7 @@ use paged_kv::kernels::Isa;
 use paged_kv::layout::{CacheLayout, PageOrder};
 use proptest::prelude::*;
 
-use crate::harness::{Case, isas, pool};
+use crate::harness::{Case, isas, pool, random};
 use crate::memory::{Array, Pages, Rng};
 use crate::property::cases;
 use crate::quantised::{QUANTISED, gaussian};
@@ -109,7 +109,7 @@ fn got_largest(want: &[f64]) -> f64 {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(random(96))]
 
     #[test]
     fn no_error_is_above_its_bound(

@@ -6,7 +6,7 @@ use paged_kv::kernels::Isa;
 use paged_kv::layout::{CacheLayout, PageOrder};
 use proptest::prelude::*;
 
-use crate::harness::{Outcome, isas, pool};
+use crate::harness::{Outcome, isas, pool, random};
 use crate::memory::{Array, Pages, Rng};
 
 /// Sequences, each of which begins with some pages of the one before it.
@@ -163,7 +163,7 @@ fn many_answers_to_one_prompt_are_cut_into_blocks() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(random(12))]
 
     #[test]
     fn any_family_has_the_bits_of_its_members(

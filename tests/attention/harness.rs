@@ -10,16 +10,30 @@ use paged_kv::dtype::DType;
 use paged_kv::kernels::Isa;
 use paged_kv::layout::{CacheLayout, PageOrder};
 use paged_kv::storage::{PagesView, RowsView};
+use proptest::test_runner::Config as ProptestConfig;
 
 use crate::memory::{Array, Pages, Rng, head_scale, rounded, stored, stored_row};
 
-/// The instruction sets to test; the others are reported by name.
+/// The instruction sets to test: that of `PAGED_KV_ISA`, else all; those that this CPU lacks are
+/// reported by name.
 pub(crate) fn isas() -> Vec<Isa> {
+    if let Ok(name) = std::env::var("PAGED_KV_ISA") {
+        return vec![name.parse().unwrap()];
+    }
     let (here, absent): (Vec<_>, Vec<_>) = Isa::ALL.into_iter().partition(|isa| isa.is_available());
     for isa in absent {
         println!("SKIPPED: this CPU lacks {isa}");
     }
     here
+}
+
+/// So many random cases, or as many as `PROPTEST_CASES` says.
+pub(crate) fn random(cases: u32) -> ProptestConfig {
+    let config = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };
+    match std::env::var_os("PROPTEST_CASES") {
+        Some(_) => config,
+        None => ProptestConfig { cases, ..config },
+    }
 }
 
 /// What is attended to, and how.

@@ -4,7 +4,7 @@ use paged_kv::dtype::DType;
 use paged_kv::layout::PageOrder;
 use proptest::prelude::*;
 
-use crate::harness::Case;
+use crate::harness::{Case, random};
 use crate::memory::Rng;
 
 /// Odd ones, seldom above 160, the usual ones, and MLA's 576.
@@ -58,7 +58,7 @@ prop_compose! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 192, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(random(192))]
 
     #[test]
     fn every_isa_agrees_with_the_definition(case in cases()) {
