@@ -58,8 +58,40 @@ impl<const R: usize> Product<R> {
     /// - As for the job; `first + C * LANES <= TILE`.
     #[inline(always)]
     unsafe fn columns<S: Simd, const C: usize>(&self, simd: S, first: usize) {
+        // SAFETY: the caller's promise; no sum goes beyond `dim`.
+        let mut sums = unsafe { self.sums::<S, C>(simd, first, 0..self.dim.min(S::TERMS)) };
+        let mut d = S::TERMS;
+        while d < self.dim {
+            // SAFETY: as above.
+            let more = unsafe { self.sums::<S, C>(simd, first, d..self.dim.min(d + S::TERMS)) };
+            for r in 0..R {
+                for c in 0..C {
+                    sums[r][c] = simd.add(sums[r][c], more[r][c]);
+                }
+            }
+            d += S::TERMS;
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            for (c, &sum) in sums.iter().enumerate() {
+                // SAFETY: the caller's promise for `scores`.
+                unsafe { simd.store(self.scores.add(r * TILE + first + c * S::LANES), sum) }
+            }
+        }
+    }
+
+    /// The sums over some `d` of each row for `C` vectors of keys.
+    ///
+    /// # Safety
+    /// - As for the job; `first + C * LANES <= TILE`, `d.end <= dim`.
+    #[inline(always)]
+    unsafe fn sums<S: Simd, const C: usize>(
+        &self,
+        simd: S,
+        first: usize,
+        d: Range<usize>,
+    ) -> [[S::F32; C]; R] {
         let mut sums = [[simd.splat(0.0); C]; R];
-        for d in 0..self.dim {
+        for d in d {
             let mut k = [simd.splat(0.0); C];
             for c in 0..C {
                 // SAFETY: the caller's promise for `keys`.
@@ -73,11 +105,6 @@ impl<const R: usize> Product<R> {
                 }
             }
         }
-        for (r, sums) in sums.iter().enumerate() {
-            for (c, &sum) in sums.iter().enumerate() {
-                // SAFETY: the caller's promise for `scores`.
-                unsafe { simd.store(self.scores.add(r * TILE + first + c * S::LANES), sum) }
-            }
-        }
+        sums
     }
 }

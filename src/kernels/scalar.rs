@@ -1,17 +1,39 @@
-//! One lane of plain Rust, for every CPU, and the plainest reading of [`Simd`].
+//! Four lanes of plain Rust, for every CPU, and the plainest reading of [`Simd`].
+//!
+//! Four, since one lane alone would add all products of a logit one after the other, each rounded before,
+//! and lose more bits than other sets do.
+
+use std::array::from_fn;
 
 use half::{bf16, f16};
 
 use super::simd::{Job, MOST_LANES, Simd};
 
+const LANES: usize = 4;
+type F32 = [f32; LANES];
+
 /// Plain Rust.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scalar;
 
+/// Writes methods once, from what they do to the floats of one lane.
+macro_rules! lanes {
+    ($(fn $name:ident($($arg:ident),*) = $body:expr;)*) => {$(
+        #[inline(always)]
+        fn $name(self, $($arg: F32),*) -> F32 {
+            from_fn(|i| {
+                $(let $arg = $arg[i];)*
+                $body
+            })
+        }
+    )*};
+}
+
 impl Simd for Scalar {
-    type F32 = f32;
-    const LANES: usize = 1;
+    type F32 = F32;
+    const LANES: usize = LANES;
     const REGISTERS: usize = 16;
+    const TERMS: usize = 32;
 
     #[inline(never)]
     unsafe fn call<J: Job<Self>>(self, job: J) -> J::Output {
@@ -19,110 +41,86 @@ impl Simd for Scalar {
         unsafe { job.run(self) }
     }
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> f32 {
-        x
-    }
-    #[inline(always)]
-    fn lane_numbers(self) -> f32 {
-        0.0
-    }
-    #[inline(always)]
-    fn add(self, a: f32, b: f32) -> f32 {
-        a + b
-    }
-    #[inline(always)]
-    fn sub(self, a: f32, b: f32) -> f32 {
-        a - b
-    }
-    #[inline(always)]
-    fn mul(self, a: f32, b: f32) -> f32 {
-        a * b
-    }
-    #[inline(always)]
-    fn div(self, a: f32, b: f32) -> f32 {
-        a / b
-    }
-    #[inline(always)]
-    fn mul_add(self, a: f32, b: f32, c: f32) -> f32 {
+    lanes! {
+        fn add(a, b) = a + b;
+        fn sub(a, b) = a - b;
+        fn mul(a, b) = a * b;
+        fn div(a, b) = a / b;
         // Not `f32::mul_add`: without the instruction that is a call into the C library.
-        a * b + c
-    }
-    #[inline(always)]
-    fn max(self, a: f32, b: f32) -> f32 {
-        if a > b { a } else { b }
-    }
-    #[inline(always)]
-    fn abs(self, a: f32) -> f32 {
-        a.abs()
-    }
-    #[inline(always)]
-    fn with_sign(self, magnitude: f32, sign: f32) -> f32 {
-        magnitude.copysign(sign)
-    }
-    #[inline(always)]
-    fn round(self, a: f32) -> f32 {
+        fn mul_add(a, b, c) = a * b + c;
+        fn max(a, b) = if a > b { a } else { b };
+        fn abs(a) = a.abs();
+        fn with_sign(magnitude, sign) = magnitude.copysign(sign);
         // Adding 1.5 * 2^23 leaves no bits behind the point, as long as |a| < 2^22.
-        const SHIFT: f32 = 12_582_912.0;
-        (a + SHIFT) - SHIFT
+        fn round(a) = (a + 12_582_912.0) - 12_582_912.0;
+        fn scale_by_power(a, n) = a * f32::from_bits(((n as i32).wrapping_add(127) as u32) << 23);
+        fn select_less(a, b, yes, no) = if a < b { yes } else { no };
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> F32 {
+        [x; LANES]
     }
     #[inline(always)]
-    fn scale_by_power(self, a: f32, n: f32) -> f32 {
-        a * f32::from_bits(((n as i32).wrapping_add(127) as u32) << 23)
+    fn lane_numbers(self) -> F32 {
+        [0.0, 1.0, 2.0, 3.0]
     }
     #[inline(always)]
-    fn select_less(self, a: f32, b: f32, yes: f32, no: f32) -> f32 {
-        if a < b { yes } else { no }
+    fn any_less(self, a: F32, b: F32) -> bool {
+        a.iter().zip(&b).any(|(a, b)| a < b)
     }
     #[inline(always)]
-    fn any_less(self, a: f32, b: f32) -> bool {
-        a < b
+    fn sum(self, a: F32) -> f32 {
+        (a[0] + a[1]) + (a[2] + a[3])
     }
     #[inline(always)]
-    fn sum(self, a: f32) -> f32 {
-        a
+    fn max_lane(self, a: F32) -> f32 {
+        a[0].max(a[1]).max(a[2].max(a[3]))
     }
     #[inline(always)]
-    fn max_lane(self, a: f32) -> f32 {
-        a
-    }
-    #[inline(always)]
-    unsafe fn load(self, from: *const f32) -> f32 {
+    unsafe fn load(self, from: *const f32) -> F32 {
         // SAFETY: the caller's promise.
-        unsafe { from.read_unaligned() }
+        unsafe { from.cast::<F32>().read_unaligned() }
     }
     #[inline(always)]
-    unsafe fn load_f16(self, from: *const f16) -> f32 {
+    unsafe fn load_f16(self, from: *const f16) -> F32 {
         // SAFETY: the caller's promise.
-        unsafe { from.read_unaligned() }.to_f32()
+        unsafe { from.cast::<[f16; LANES]>().read_unaligned() }.map(f16::to_f32)
     }
     #[inline(always)]
-    unsafe fn load_bf16(self, from: *const bf16) -> f32 {
+    unsafe fn load_bf16(self, from: *const bf16) -> F32 {
         // SAFETY: the caller's promise.
-        unsafe { from.read_unaligned() }.to_f32()
+        unsafe { from.cast::<[bf16; LANES]>().read_unaligned() }.map(bf16::to_f32)
     }
     #[inline(always)]
-    unsafe fn load_even_bf16(self, from: *const bf16) -> f32 {
+    unsafe fn load_even_bf16(self, from: *const bf16) -> F32 {
         // SAFETY: the caller's promise.
-        unsafe { self.load_bf16(from) }
+        let pairs = unsafe { from.cast::<[[bf16; 2]; LANES]>().read_unaligned() };
+        pairs.map(|[even, _]| even.to_f32())
     }
     #[inline(always)]
-    unsafe fn load_odd_bf16(self, from: *const bf16) -> f32 {
+    unsafe fn load_odd_bf16(self, from: *const bf16) -> F32 {
         // SAFETY: the caller's promise.
-        unsafe { self.load_bf16(from.add(1)) }
+        let pairs = unsafe { from.cast::<[[bf16; 2]; LANES]>().read_unaligned() };
+        pairs.map(|[_, odd]| odd.to_f32())
     }
     #[inline(always)]
-    unsafe fn store(self, to: *mut f32, a: f32) {
+    unsafe fn store(self, to: *mut f32, a: F32) {
         // SAFETY: the caller's promise.
-        unsafe { to.write_unaligned(a) }
+        unsafe { to.cast::<F32>().write_unaligned(a) }
     }
     #[inline(always)]
-    unsafe fn sum_four(self, to: *mut f32, a: [f32; 4]) {
+    unsafe fn sum_four(self, to: *mut f32, a: [F32; 4]) {
         // SAFETY: the caller's promise.
-        unsafe { to.cast::<[f32; 4]>().write_unaligned(a) }
+        unsafe { to.cast::<[f32; 4]>().write_unaligned(a.map(|a| self.sum(a))) }
     }
     #[inline(always)]
-    fn transpose(self, _rows: &mut [f32; MOST_LANES]) {}
+    fn transpose(self, rows: &mut [F32; MOST_LANES]) {
+        let [a, b, c, d] = [rows[0], rows[1], rows[2], rows[3]];
+        for (i, row) in rows.iter_mut().enumerate().take(LANES) {
+            *row = [a[i], b[i], c[i], d[i]];
+        }
+    }
     #[inline(always)]
     fn prefetch(self, _address: *const u8) {}
 }

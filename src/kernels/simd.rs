@@ -20,6 +20,9 @@ pub(super) trait Simd: Copy + Send + Sync {
     const LANES: usize;
     /// Vectors that the CPU holds in registers: 16 or 32, what inner loops are blocked for.
     const REGISTERS: usize;
+    /// Products that one lane adds one after the other before it starts a new sum: fewer where each is
+    /// rounded before it is added, so that as many bits are lost as elsewhere.
+    const TERMS: usize = usize::MAX;
 
     /// Runs a job in a function of its own, compiled for this instruction set.
     ///
