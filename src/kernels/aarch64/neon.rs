@@ -4,17 +4,19 @@
 //! is asked for.
 
 use std::arch::aarch64::{
-    float32x4_t, vabsq_f32, vaddq_f32, vaddq_s32, vaddvq_f32, vandq_u32, vbslq_f32, vcgtq_f32, vcltq_f32,
-    vcvt_f32_f16, vcvtq_s32_f32, vdivq_f32, vdupq_n_f32, vdupq_n_s32, vdupq_n_u32, vfmaq_f32, vld1_u16,
-    vld1q_f32, vld1q_u16, vmaxnmvq_f32, vmaxvq_u32, vmovl_u16, vmulq_f32, vpaddq_f32, vreinterpret_f16_u16,
-    vreinterpretq_f32_f64, vreinterpretq_f32_s32, vreinterpretq_f32_u32, vreinterpretq_f64_f32,
-    vreinterpretq_u32_u16, vrndnq_f32, vshlq_n_s32, vshlq_n_u32, vst1q_f32, vsubq_f32, vtrn1q_f32,
-    vtrn1q_f64, vtrn2q_f32, vtrn2q_f64,
+    float32x4_t, int16x4_t, vabsq_f32, vaddq_f32, vaddq_s32, vaddvq_f32, vand_u16, vandq_u32, vbslq_f32,
+    vcgtq_f32, vcltq_f32, vcvt_f32_f16, vcvtq_f32_s32, vcvtq_s32_f32, vdivq_f32, vdup_n_u16, vdup_n_u32,
+    vdupq_n_f32, vdupq_n_s32, vdupq_n_u32, vfmaq_f32, vget_low_s16, vld1_u16, vld1q_f32, vld1q_u16,
+    vmaxnmvq_f32, vmaxvq_u32, vmovl_s8, vmovl_s16, vmovl_u16, vmulq_f32, vpaddq_f32, vreinterpret_f16_u16,
+    vreinterpret_s8_u32, vreinterpret_u16_s16, vreinterpretq_f32_f64, vreinterpretq_f32_s32,
+    vreinterpretq_f32_u32, vreinterpretq_f64_f32, vreinterpretq_u32_u16, vrndnq_f32, vshl_n_s16, vshlq_n_s32,
+    vshlq_n_u32, vst1q_f32, vsubq_f32, vtrn1q_f32, vtrn1q_f64, vtrn2q_f32, vtrn2q_f64,
 };
 
 use half::{bf16, f16};
 
 use super::super::simd::{Job, MOST_LANES, Simd};
+use crate::dtype::F8E4M3;
 
 /// Proof that the CPU has NEON.
 #[derive(Clone, Copy, Debug)]
@@ -24,6 +26,19 @@ impl Neon {
     /// Asks the system.
     pub(crate) fn new() -> Option<Self> {
         std::arch::is_aarch64_feature_detected!("neon").then_some(Self(()))
+    }
+
+    /// Loads four bytes and spreads each, with its sign, over sixteen bits.
+    ///
+    /// # Safety
+    /// - `from` is valid for reads of 4 bytes; any alignment.
+    #[inline(always)]
+    unsafe fn load_bytes(self, from: *const u8) -> int16x4_t {
+        // SAFETY: the caller's promise; `self` proves the CPU feature.
+        unsafe {
+            let four = vdup_n_u32(from.cast::<u32>().read_unaligned());
+            vget_low_s16(vmovl_s8(vreinterpret_s8_u32(four)))
+        }
     }
 }
 
@@ -135,6 +150,22 @@ impl Simd for Neon {
         unsafe {
             let pairs = vreinterpretq_u32_u16(vld1q_u16(from.cast()));
             vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xFFFF_0000)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(self, from: *const i8) -> float32x4_t {
+        // SAFETY: the caller's promise; `self` proves the CPU feature.
+        unsafe { vcvtq_f32_s32(vmovl_s16(self.load_bytes(from.cast()))) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f8(self, from: *const F8E4M3) -> float32x4_t {
+        // SAFETY: the caller's promise; `self` proves the CPU feature.
+        unsafe {
+            // Spread with its sign, a byte has it in bit 15 and once too often in bit 14 after the shift.
+            let wide = vreinterpret_u16_s16(vshl_n_s16::<7>(self.load_bytes(from.cast())));
+            vcvt_f32_f16(vreinterpret_f16_u16(vand_u16(wide, vdup_n_u16(0xBFFF))))
         }
     }
 
