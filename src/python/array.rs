@@ -174,21 +174,24 @@ impl<'py> Array<'py> {
             Element::Float(dtype @ DType::F8E4M3) => Ok(dtype),
             Element::Int { signed: true, bytes: 1 } => Ok(DType::I8),
             Element::Int { signed: false, bytes: 1 } => Ok(DType::F8E4M3),
-            _ => self.dtype(),
+            _ => self.float("uint16 as the bits of bfloat16, int8 and float8_e4m3fn, and uint8 as its bits"),
         }
     }
 
     /// The element type; unsigned 16-bit integers are the bits of bfloat16.
     pub(super) fn dtype(&self) -> Result<DType> {
+        self.float("and uint16 as the bits of bfloat16")
+    }
+
+    /// The element type, if not quantised; what else is supported is for the error.
+    fn float(&self, others: &str) -> Result<DType> {
         match self.element {
             Element::Float(dtype) if !dtype.is_quantised() => Ok(dtype),
             Element::Int { signed: false, bytes: 2 } => Ok(DType::BF16),
             _ => {
                 let known = DType::FLOATS.map(DType::name).join(", ");
-                Err(self.refuse(&format!(
-                    "has dtype {}; supported are {known}, and uint16 as the bits of bfloat16",
-                    self.element.name()
-                )))
+                let has = self.element.name();
+                Err(self.refuse(&format!("has dtype {has}; supported are {known}, {others}")))
             }
         }
     }

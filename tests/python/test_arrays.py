@@ -161,6 +161,12 @@ def test_other_dtypes_are_refused_with_the_list_of_those_that_work(dtype: Any) -
     if np.dtype(dtype) in (np.int32, bool, np.float64, np.complex64):
         with pytest.raises(paged_kv.LayoutError, match="supported are float32"):
             case.attend(query=Exporter(query))
+    if dtype is not ml_dtypes.float8_e4m3fn:
+        quantised = "int8 and float8_e4m3fn, and uint8 as its bits"
+        with pytest.raises(
+            paged_kv.LayoutError, match=rf"key_pages has dtype .*; supported are float32.*{quantised}"
+        ):
+            case.attend(key_pages=case.key_pages.astype(dtype))
 
 
 @pytest.mark.parametrize(("device", "name"), [((2, 1), "cuda 1"), ((12, 0), "npu"), ((99, 0), "type 99")])
