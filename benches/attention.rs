@@ -1,9 +1,10 @@
 //! How near attention comes to the machine's limits. `cargo bench --features bench --bench attention`
 //!
 //! Prints what `paged-kv bench attention` prints too: medians of interleaved repetitions beside the
-//! bandwidth of reading the same memory (decode) or the rate of multiply-adds (prefill).
+//! bandwidth of reading the same memory (decode), the same batch without a shared prefix (cascade) or
+//! the rate of multiply-adds (prefill).
 //!
-//! Words behind `--` choose: names of cases (`d1` to `d6`, `p1`, `p2`), dtypes (`bfloat16`), page
+//! Words behind `--` choose: names of cases (`d1` to `d6`, `c1`, `p1`, `p2`), dtypes (`bfloat16`), page
 //! sizes (`page=16`), threads (`threads=1`), repetitions (`times=9`); `PAGED_KV_ISA` the instruction
 //! set.
 

@@ -2,6 +2,8 @@
 //!
 //! - Decode: one new token per sequence reads all of its keys and values once. The yardstick is the
 //!   bandwidth of reading the same pages, first to last, with as many threads.
+//! - Decode of sequences that share a prefix. The yardstick is the same batch without sharing, which is
+//!   measured as above.
 //! - Prefill: a chunk of new tokens. The yardstick is fused multiply-adds in registers.
 //!
 //! Calls rotate through more memory than caches hold, which was written before; all that is compared
@@ -35,6 +37,8 @@ pub struct Shape {
     pub len: usize,
     /// New tokens of each.
     pub queries: usize,
+    /// Tokens that all begin with; they are shared in one of the places, and otherwise each has its own.
+    pub shared: usize,
     /// Query heads.
     pub num_heads: usize,
     /// KV heads.
@@ -45,17 +49,18 @@ pub struct Shape {
 
 const fn shape(name: &'static str, [batch, len, queries]: [usize; 3], heads: [usize; 3]) -> Shape {
     let [num_heads, num_kv_heads, head_dim] = heads;
-    Shape { name, batch, len, queries, num_heads, num_kv_heads, head_dim }
+    Shape { name, batch, len, queries, shared: 0, num_heads, num_kv_heads, head_dim }
 }
 
-/// The cases: six of decode, two of prefill.
-pub const SHAPES: [Shape; 8] = [
+/// The cases: six of decode, one of decode with a shared prefix, two of prefill.
+pub const SHAPES: [Shape; 9] = [
     shape("d1", [1, 32_768, 1], [32, 8, 128]),
     shape("d2", [16, 2048, 1], [32, 8, 128]),
     shape("d3", [64, 512, 1], [32, 8, 128]),
     shape("d4", [8, 8192, 1], [9, 3, 64]),
     shape("d5", [4, 131_072, 1], [8, 1, 128]),
     shape("d6", [8, 2048, 1], [32, 32, 128]),
+    Shape { shared: 3840, ..shape("c1", [32, 4096, 1], [32, 8, 128]) },
     shape("p1", [1, 2048, 2048], [32, 8, 128]),
     shape("p2", [1, 8704, 512], [32, 8, 128]),
 ];
@@ -131,8 +136,8 @@ struct Prepared<T> {
     shape: Shape,
     layout: CacheLayout,
     storage: KvStorage,
-    /// Per batch: pages in order, and shuffled.
-    tables: Vec<[Vec<i32>; 2]>,
+    /// Per batch: pages in order, shuffled, and in order with a shared prefix.
+    tables: Vec<[Vec<i32>; 3]>,
     query: Vec<T>,
     out: Mutex<Vec<T>>,
     lens: Vec<i32>,
@@ -141,12 +146,17 @@ struct Prepared<T> {
 }
 
 /// Where the pages of a sequence lie.
-const PLACES: [&str; 2] = ["adjacent", "scattered"];
+const PLACES: [&str; 3] = ["adjacent", "scattered", "shared"];
+/// The place that a shared prefix is compared with.
+const ADJACENT: usize = 0;
+/// The place with a shared prefix.
+const SHARED: usize = 2;
 
 impl<T: Element> Prepared<T> {
     fn new(shape: Shape, dtype: DType, page_size: usize, rotated: usize) -> Result<Self> {
         let Shape { batch, len, queries, num_heads, num_kv_heads, head_dim, .. } = shape;
-        let pages = len.div_ceil(page_size) * batch;
+        let pages_each = len.div_ceil(page_size);
+        let pages = pages_each * batch;
         let mut layout = CacheLayout {
             num_layers: 1,
             num_pages: pages,
@@ -168,7 +178,12 @@ impl<T: Element> Prepared<T> {
             let adjacent: Vec<i32> = (copy * pages..(copy + 1) * pages).map(|page| page as i32).collect();
             let mut scattered = adjacent.clone();
             random.shuffle(&mut scattered);
-            [adjacent, scattered]
+            let mut shared = adjacent.clone();
+            for table in shared.chunks_exact_mut(pages_each) {
+                let prefix = shape.shared / page_size;
+                table[..prefix].copy_from_slice(&adjacent[..prefix]);
+            }
+            [adjacent, scattered, shared]
         });
         let tables = tables.collect();
         let rows = batch * queries * num_heads * head_dim;
@@ -222,8 +237,8 @@ impl<T: Element> Prepared<T> {
         Ok(())
     }
 
-    /// Bytes of keys and values that one call reads at least once; scales of quantised ones, a
-    /// thirtieth or so, come on top.
+    /// Bytes of keys and values that one call reads at least once, where nothing is shared; scales of
+    /// quantised ones, a thirtieth or so, come on top.
     fn bytes(&self) -> Result<f64> {
         let pages = [self.layout.pages(Which::Key)?, self.layout.pages(Which::Value)?];
         let page: usize = pages.iter().map(PagesLayout::page_bytes).sum();
@@ -294,7 +309,12 @@ fn group<T: Element>(plan: &Plan, shape: &Shape, dtype: DType, page_size: usize)
                 });
             }),
         });
-        for place in 0..if decode { PLACES.len() } else { 1 } {
+        let places = match (decode, shape.shared) {
+            (true, 0) => SHARED,
+            (true, _) => PLACES.len(),
+            (false, _) => 1,
+        };
+        for place in 0..places {
             labels.push((threads, Some(place), work));
             let run = move |_, calls| (0..calls).for_each(|_| note(prepared.attend(place, pool)));
             cases.push(Case { threads: 1, operations: calls, prepare: None, work: Box::new(run) });
@@ -305,16 +325,23 @@ fn group<T: Element>(plan: &Plan, shape: &Shape, dtype: DType, page_size: usize)
     if let Some(error) = failed.lock().unwrap_or_else(PoisonError::into_inner).take() {
         return Err(error);
     }
-    let mut limit = f64::NAN;
-    let yardstick = if decode { READ } else { FMA };
+    let machine = if decode { READ } else { FMA };
+    let what = format!("{} {dtype} page {page_size}", shape.name);
+    // The machine's, and that of adjacent pages.
+    let mut limits = [f64::NAN; 2];
     let record = |((threads, place, work), summary): ((usize, Option<usize>, f64), Summary)| {
         let value = work / summary.nanos;
-        let what = format!("{} {dtype} page {page_size}", shape.name);
         let (case, implementation) = if let Some(place) = place {
             (format!("{what} {}", PLACES[place]), "paged_kv")
         } else {
-            limit = value;
-            (format!("{what} limit"), yardstick)
+            (format!("{what} limit"), machine)
+        };
+        if place.is_none_or(|place| place == ADJACENT) {
+            limits[usize::from(place.is_some())] = value;
+        }
+        let (yardstick, limit) = match place {
+            Some(SHARED) => (format!("{what} {}", PLACES[ADJACENT]), limits[1]),
+            _ => (machine.to_owned(), limits[0]),
         };
         let [fast, slow] = summary.quartiles;
         Record {
@@ -381,7 +408,17 @@ mod tests {
         assert_eq!((records.len(), reported), (18, 18));
         let nothing = Plan { cases: vec!["d9".to_owned()], ..plan };
         assert!(matches!(attention(&nothing, |_| {}), Err(Error::Value(message)) if message.contains("d9")));
-        for record in records {
+        let shared = Plan {
+            cases: vec!["c1".to_owned()],
+            dtypes: vec![DType::I8],
+            page_sizes: vec![128],
+            threads: vec![2],
+            ..nothing
+        };
+        let shared = attention(&shared, |_| {}).expect("some hundred MiB");
+        assert_eq!(shared.len(), 4);
+        assert_eq!((&shared[3].yardstick, shared[3].limit), (&shared[1].case, shared[1].value));
+        for record in records.into_iter().chain(shared) {
             assert!(record.value > 0.0 && record.quartiles[0] <= record.quartiles[1], "{record:?}");
             assert!((record.ratio - record.value / record.limit).abs() < 1e-9, "{record:?}");
             assert_eq!(record.implementation == READ, record.case.ends_with("limit"));

@@ -27,7 +27,7 @@ pub struct Record {
     /// Unit of `value`, `quartiles` and `limit`.
     pub unit: &'static str,
     /// What `limit` is the figure of.
-    pub yardstick: &'static str,
+    pub yardstick: String,
     /// What the same machine reached at the yardstick, in the same run.
     pub limit: f64,
     /// `value / limit`.

@@ -100,7 +100,7 @@ pub fn pool(repetitions: usize) -> Result<Vec<Record>> {
             value: summary.nanos,
             quartiles: summary.quartiles,
             unit: "ns/page",
-            yardstick: MACHINE,
+            yardstick: MACHINE.to_owned(),
             limit,
             ratio: summary.nanos / limit,
             kept: summary.kept,

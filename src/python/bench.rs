@@ -47,7 +47,8 @@ pub(super) fn bench_pool(py: Python<'_>, repetitions: usize) -> PyResult<Vec<Bou
 /// repetitions : int
 ///     Repetitions of each case, at least 1; all that share a limit take turns.
 /// cases : sequence of str, optional
-///     Of ``d1`` to ``d6`` (decode) and ``p1``, ``p2`` (prefill); all if None.
+///     Of ``d1`` to ``d6`` (decode), ``c1`` (decode with a shared prefix) and ``p1``, ``p2`` (prefill);
+///     all if None.
 /// dtypes : sequence of str, optional
 ///     Element types of keys, values and queries; all if None.
 /// page_sizes : sequence of int, optional
@@ -61,7 +62,8 @@ pub(super) fn bench_pool(py: Python<'_>, repetitions: usize) -> PyResult<Vec<Bou
 /// -------
 /// list of dict
 ///     As of :func:`bench_pool`; GB/s of keys and values read beside reading the same pages, or
-///     GFLOP/s beside multiply-adds in registers: here the larger is the better.
+///     GFLOP/s beside multiply-adds in registers: here the larger is the better. A batch with a shared
+///     prefix stands beside the same one without, each sequence's bytes counted in both.
 #[pyfunction]
 #[pyo3(signature = (repetitions, *, cases=None, dtypes=None, page_sizes=None, threads=None,
     rotated_bytes=1 << 30), text_signature = "(repetitions, *, cases=None, dtypes=None, page_sizes=None, \
@@ -96,7 +98,8 @@ pub(super) fn bench_attention(
 /// -------
 /// list of dict
 ///     One per case, with ``name``, ``batch`` (sequences), ``len`` (tokens of each, new ones included),
-///     ``queries`` (new tokens of each), ``num_heads``, ``num_kv_heads`` and ``head_dim``.
+///     ``queries`` (new tokens of each), ``shared`` (tokens that all begin with), ``num_heads``,
+///     ``num_kv_heads`` and ``head_dim``.
 #[pyfunction]
 pub(super) fn attention_shapes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let dict = |shape: attention::Shape| {
@@ -105,6 +108,7 @@ pub(super) fn attention_shapes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>
         dict.set_item("batch", shape.batch)?;
         dict.set_item("len", shape.len)?;
         dict.set_item("queries", shape.queries)?;
+        dict.set_item("shared", shape.shared)?;
         dict.set_item("num_heads", shape.num_heads)?;
         dict.set_item("num_kv_heads", shape.num_kv_heads)?;
         dict.set_item("head_dim", shape.head_dim)?;

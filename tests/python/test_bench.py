@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paged_kv import _core
-from paged_kv.cli import bench, bench_attention, bench_plot
+from paged_kv.cli import bench, bench_attention, bench_ggml, bench_plot
 from paged_kv.cli.app import app
 from paged_kv.cli.bench_attention import Shape
 from paged_kv.cli.bench_cache import bench_cache
@@ -80,6 +80,18 @@ def test_what_is_measured(rows: list[dict]) -> None:
         assert any(case.startswith("copy on write") for case, _ in ours)
 
 
+def test_a_shared_prefix_stands_beside_the_same_batch_without() -> None:
+    rows = _core.bench_attention(
+        1, cases=["c1"], dtypes=["int8"], page_sizes=[128], threads=[2], rotated_bytes=1
+    )
+    by_case = {row["case"].removeprefix("c1 int8 page 128 "): row for row in rows}
+    assert set(by_case) == {"limit", "adjacent", "scattered", "shared"}
+    shared, adjacent = by_case["shared"], by_case["adjacent"]
+    assert (shared["yardstick"], shared["limit"]) == (adjacent["case"], adjacent["value"])
+    assert adjacent["yardstick"] == by_case["limit"]["impl"]
+    assert [shape["name"] for shape in _core.attention_shapes() if shape["shared"]] == ["c1"]
+
+
 def test_cases_are_prepared_and_worked_on_in_turn() -> None:
     calls = []
     cases = [
@@ -142,9 +154,49 @@ def test_a_peer_that_computes_something_else_is_no_peer(monkeypatch) -> None:
 def test_float32_is_measured_beside_numpy(monkeypatch) -> None:
     monkeypatch.setattr(bench_attention._core, "bench_attention", lambda *_, **__: [])
     monkeypatch.setattr(bench_attention, "shapes", lambda: {"d2": DECODE})
+    monkeypatch.setattr(bench_ggml, "is_installed", lambda: False)
     rows = bench_attention.bench_attention(1, cases=["d2"], threads=[1, 2], page_sizes=[16])
     assert [row["threads"] for row in rows] == [1, 1, 2, 2]
     assert bench_attention.bench_attention(1, cases=["d2"], dtypes=["bfloat16"]) == []
+
+
+class Ggml:
+    """Stands for ggml where it isn't installed: `wrong` is added to what it computes."""
+
+    wrong = 0.0
+
+    def __init__(self, query, key, value, threads: int) -> None:
+        assert threads == 1
+        rows = query.reshape(len(query), key.shape[1], -1, 1, query.shape[2])
+        self.out = bench_attention.contiguous_attention(rows, key, value).reshape(query.shape) + self.wrong
+
+    def __call__(self) -> np.ndarray:
+        return self.out
+
+    def close(self) -> None:
+        self.out = None
+
+
+def test_ggml_is_a_peer_of_decode_in_float16_where_it_is_installed(monkeypatch) -> None:
+    monkeypatch.setattr(bench_attention._core, "bench_attention", lambda *_, **__: [])
+    monkeypatch.setattr(bench_attention, "shapes", lambda: {"d2": DECODE, "p1": PREFILL})
+    monkeypatch.setattr(bench_ggml, "is_installed", lambda: True)
+    monkeypatch.setattr(bench_ggml, "FlashAttention", Ggml)
+    rows = bench_attention.bench_attention(1, dtypes=["float16"], threads=[1], page_sizes=[16])
+    assert [(row["case"], row["impl"]) for row in rows] == [
+        ("d2 float16 page 16 adjacent, a call", bench_attention.US),
+        ("d2 float16 contiguous, a call", bench_attention.GGML),
+    ]
+    assert rows[1]["ratio"] == pytest.approx(rows[1]["value"] / rows[0]["value"])
+    monkeypatch.setattr(Ggml, "wrong", 1.0)
+    with pytest.raises(RuntimeError, match="d2: ggml and paged_kv differ by"):
+        bench_attention.beside_ggml(DECODE, 16, 1, 1)
+
+
+def test_ggml_computes_the_same() -> None:
+    pytest.importorskip("libggml")
+    rows = bench_attention.beside_ggml(DECODE, 16, 2, 1)
+    assert [row["impl"] for row in rows] == [bench_attention.US, bench_attention.GGML]
 
 
 def row(case: str, impl: str, value: float, unit: str, threads: int = 2) -> dict:
@@ -157,10 +209,12 @@ FIGURES = [
     row("d2 bfloat16 page 16 scattered", "paged_kv", 20.0, "GB/s"),
     row("d2 int8 page 16 scattered", "paged_kv", 20.0, "GB/s"),
     row("d2 float8_e4m3fn page 16 adjacent", "paged_kv", 10.0, "GB/s"),
+    row("c1 float32 page 16 shared", "paged_kv", 90.0, "GB/s"),
     row("p1 float32 page 16 limit", "multiply-adds", 200.0, "GFLOP/s"),
     row("p1 float32 page 16 adjacent", "paged_kv", 150.0, "GFLOP/s"),
     row("d2 float32 page 16 adjacent, a call", "paged_kv", 10.0, "ms"),
     row("d2 float32 contiguous, a call", "numpy (BLAS)", 20.0, "ms"),
+    row("d2 float16 contiguous, a call", "ggml", 40.0, "ms"),
 ]
 
 
@@ -175,7 +229,8 @@ def test_a_case_stands_at_its_operations_per_byte() -> None:
     assert found["p1", "float32", "adjacent"].rate == 150.0
     # 16 sequences of 2048 tokens, 32 heads of 128: 0.537 GFLOP in 20 ms.
     assert found["d2", "float32", "numpy (BLAS)"].rate == pytest.approx(26.8, abs=0.1)
-    assert len(found) == 6
+    assert found["d2", "float16", "ggml"].rate == pytest.approx(13.4, abs=0.1)
+    assert len(found) == 7
     assert bench_plot.roofs(FIGURES) == {2: {"GB/s": 30.0, "GFLOP/s": 200.0}}
 
 

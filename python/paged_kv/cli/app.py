@@ -236,7 +236,9 @@ def map_command(
 def bench_attention(
     cases: Annotated[
         list[str] | None,
-        typer.Option("--case", help="d1 to d6 (decode), p1, p2 (prefill); all if not given."),
+        typer.Option(
+            "--case", help="d1 to d6 (decode), c1 (with a shared prefix), p1, p2 (prefill); all if not given."
+        ),
     ] = None,
     dtypes: Annotated[
         list[str] | None, typer.Option("--dtype", help="Element types; all if not given.")

@@ -1,4 +1,4 @@
-"""``paged-kv bench attention``: beside the machine's limits, and beside numpy over contiguous arrays."""
+"""``paged-kv bench attention``: beside the machine's limits, and beside numpy and ggml without pages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from paged_kv import _core, paged_attention
+from paged_kv.cli import bench_ggml
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float32]
 
-US, NUMPY = "paged_kv", "numpy (BLAS)"
+US, NUMPY, GGML = "paged_kv", "numpy (BLAS)", "ggml"
 ROTATED_BYTES = 1 << 30
 QUERY_BLOCK = 256
 PAGE_SIZES = (16, 128)
+# It sums values in float16, of which the cases with the most tokens lose the most.
+GGML_ERROR = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +34,10 @@ class Shape:
     Attributes
     ----------
     name : str
-        ``d1`` to ``d6`` (decode), ``p1``, ``p2`` (prefill).
-    batch, len, queries : int
-        Sequences, tokens of each (the new ones included), new tokens of each.
+        ``d1`` to ``d6`` (decode), ``c1`` (decode with a shared prefix), ``p1``, ``p2`` (prefill).
+    batch, len, queries, shared : int
+        Sequences, tokens of each (the new ones included), new tokens of each, and tokens that all begin
+        with.
     num_heads, num_kv_heads, head_dim : int
         Query heads, KV heads, and elements of a query, key and value.
     """
@@ -42,6 +46,7 @@ class Shape:
     batch: int
     len: int
     queries: int
+    shared: int = 0
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -71,7 +76,9 @@ def bench_attention(
     threads: Sequence[int] | None = None,
     rotated_bytes: int = ROTATED_BYTES,
 ) -> list[dict[str, Any]]:
-    """Measure attention: beside the machine's limits, then in float32 beside numpy.
+    """Measure attention: beside the machine's limits, then in float32 beside numpy, in float16 beside ggml.
+
+    ggml takes part in decode, and where ``libggml-python`` is installed.
 
     Parameters
     ----------
@@ -87,9 +94,9 @@ def bench_attention(
     Returns
     -------
     list of dict
-        As `paged_kv._core.bench_attention` returns it. Rows of numpy and the row of this library before
-        them are in milliseconds per call, and their yardstick is this library: here a ratio above 1 says
-        how much longer numpy takes.
+        As `paged_kv._core.bench_attention` returns it. Rows of numpy and ggml and the row of this library
+        before each are in milliseconds per call, and their yardstick is this library: here a ratio above 1
+        says how much longer the other takes.
 
     Raises
     ------
@@ -104,12 +111,22 @@ def bench_attention(
         threads=threads,
         rotated_bytes=rotated_bytes,
     )
+    every = shapes()
+    # Contiguous arrays share nothing.
+    alone = [every[name] for name in (every if cases is None else cases) if not every[name].shared]
+    combinations = [
+        (shape, page_size, count, repetitions)
+        for shape in alone
+        for page_size in page_sizes or PAGE_SIZES
+        for count in threads or sorted({1, len(os.sched_getaffinity(0))})
+    ]
     if dtypes is None or "float32" in dtypes:
-        every = shapes()
-        for name in every if cases is None else cases:
-            for page_size in page_sizes or PAGE_SIZES:
-                for count in threads or sorted({1, len(os.sched_getaffinity(0))}):
-                    rows += beside_numpy(every[name], page_size, count, repetitions)
+        for combination in combinations:
+            rows += beside_numpy(*combination)
+    if bench_ggml.is_installed() and (dtypes is None or "float16" in dtypes):
+        for combination in combinations:
+            if combination[0].queries == 1:
+                rows += beside_ggml(*combination)
     return rows
 
 
@@ -129,15 +146,43 @@ def beside_numpy(shape: Shape, page_size: int, threads: int, repetitions: int) -
         if not difference < 1e-4:
             raise RuntimeError(f"{shape.name}: numpy and paged_kv differ by {difference:g}")
         figures = _core.bench_cases([(1, None, repeated(ours)), (1, None, repeated(numpy))], repetitions)
+    return _rows(f"{shape.name} float32", page_size, threads, NUMPY, figures)
+
+
+def beside_ggml(shape: Shape, page_size: int, threads: int, repetitions: int) -> list[dict[str, Any]]:
+    """Measure one shape of decode in float16, this library and ggml in turn; needs ``libggml-python``.
+
+    Raises
+    ------
+    RuntimeError
+        If their results differ by more than the float16 that ggml sums values in explains.
+    """
+    ours, _ = callables(shape, page_size, threads, np.float16)
+    ggml = bench_ggml.FlashAttention(*contents(shape), threads)
+    try:
+        want = ours().astype(np.float64)
+        difference = float(np.linalg.norm(ggml() - want) / np.linalg.norm(want))
+        if not difference < GGML_ERROR:
+            raise RuntimeError(f"{shape.name}: ggml and paged_kv differ by {difference:.1%}")
+        figures = _core.bench_cases([(1, None, repeated(ours)), (1, None, repeated(ggml))], repetitions)
+    finally:
+        ggml.close()
+    return _rows(f"{shape.name} float16", page_size, threads, GGML, figures)
+
+
+def _rows(
+    what: str, page_size: int, threads: int, peer: str, figures: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Make rows of figures in nanoseconds: this library's, then the peer's beside it."""
     rows = []
-    for impl, figure in zip((US, NUMPY), figures, strict=True):
+    for impl, figure in zip((US, peer), figures, strict=True):
         figure.update({key: figure[key] / 1e6 for key in ("value", "low", "high")})
         about = {"bench": "attention", "impl": impl, "threads": threads, "unit": "ms", "yardstick": US}
-        what = f"page {page_size} adjacent" if impl == US else "contiguous"
+        where = f"page {page_size} adjacent" if impl == US else "contiguous"
         limit = figures[0]["value"]
         rows.append(
             about
-            | {"case": f"{shape.name} float32 {what}, a call"}
+            | {"case": f"{what} {where}, a call"}
             | figure
             | {"limit": limit, "ratio": figure["value"] / limit}
         )
@@ -154,6 +199,18 @@ def repeated(function: Callable[[], object]) -> Callable[[int], None]:
     return work
 
 
+def contents(shape: Shape) -> tuple[Floats, Floats, Floats]:
+    """Make a query, [batch * queries, num_heads, head_dim], a key and a value.
+
+    The latter are [batch, num_kv_heads, len, head_dim]; the same each time.
+    """
+    rng = np.random.default_rng(0)
+    dense = (shape.batch, shape.num_kv_heads, shape.len, shape.head_dim)
+    key, value = (rng.random(dense, np.float32) - np.float32(0.5) for _ in range(2))
+    rows = (shape.batch * shape.queries, shape.num_heads, shape.head_dim)
+    return rng.random(rows, np.float32) - np.float32(0.5), key, value
+
+
 def callables(
     shape: Shape, page_size: int, threads: int, dtype: npt.DTypeLike = np.float32
 ) -> tuple[Callable[[], npt.NDArray[Any]], Callable[[], Floats]]:
@@ -164,12 +221,9 @@ def callables(
     ours, numpy : callable
         Each returns its output, [batch * queries, num_heads, head_dim].
     """
-    rng = np.random.default_rng(0)
     batch, kv_heads, dim = shape.batch, shape.num_kv_heads, shape.head_dim
     pages_each = -(-shape.len // page_size)
-    dense = (batch, kv_heads, shape.len, dim)
-    key, value = (rng.random(dense, np.float32) - np.float32(0.5) for _ in range(2))
-    query = rng.random((batch * shape.queries, shape.num_heads, dim), np.float32) - np.float32(0.5)
+    query, key, value = contents(shape)
 
     def paged(array: Floats) -> npt.NDArray[Any]:
         pages = np.zeros((batch, pages_each, kv_heads, page_size, dim), np.float32)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from paged_kv.cli.bench_attention import NUMPY, US, shapes
+from paged_kv.cli.bench_attention import GGML, NUMPY, US, shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ _COLOURS = {
     "int8": "#9467bd",
     "float8_e4m3fn": "#ff7f0e",
 }
-_MARKERS = {"adjacent": "o", "scattered": "s", NUMPY: "X"}
+_MARKERS = {"adjacent": "o", "scattered": "s", NUMPY: "X", GGML: "P"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Point:
     case, dtype : str
         ``d2``, ``bfloat16``.
     kind : str
-        ``adjacent`` or ``scattered`` pages, or numpy.
+        ``adjacent`` or ``scattered`` pages, or the peer.
     threads : int
         Of the run.
     intensity : float
@@ -57,12 +57,17 @@ class Point:
 
 
 def points(rows: Iterable[Mapping[str, Any]]) -> list[Point]:
-    """Find the cases among the figures, each as a rate of operations."""
+    """Find the cases among the figures, each as a rate of operations.
+
+    Those with a shared prefix are left out: they read less than is counted.
+    """
     every = shapes()
     found = []
     for row in rows:
         name, dtype, *_ = row["case"].split()
-        if row["impl"] not in (US, NUMPY) or (row["impl"] == US and row["unit"] == "ms"):
+        if row["impl"] not in (US, NUMPY, GGML) or (row["impl"] == US and row["unit"] == "ms"):
+            continue
+        if row["case"].endswith("shared"):
             continue
         shape = every[name]
         intensity = shape.operations / shape.bytes_read(_ITEMSIZE[dtype])
@@ -71,7 +76,7 @@ def points(rows: Iterable[Mapping[str, Any]]) -> list[Point]:
             "GFLOP/s": row["value"],
             "ms": shape.operations / row["value"] / 1e6,
         }[row["unit"]]
-        kind = NUMPY if row["impl"] == NUMPY else row["case"].split()[-1]
+        kind = row["case"].split()[-1] if row["impl"] == US else row["impl"]
         found.append(Point(name, dtype, kind, row["threads"], intensity, rate))
     return found
 
@@ -203,7 +208,8 @@ def _legend(cases: Iterable[Point]) -> list[Line2D]:
     cases = list(cases)
     dtypes = [dtype for dtype in _COLOURS if any(point.dtype == dtype for point in cases)]
     kinds = [kind for kind in _MARKERS if any(point.kind == kind for point in cases)]
-    labels = {"adjacent": "pages adjacent", "scattered": "pages scattered", NUMPY: NUMPY + ", contiguous"}
+    labels = {"adjacent": "pages adjacent", "scattered": "pages scattered"}
+    labels |= {peer: f"{peer}, contiguous" for peer in (NUMPY, GGML)}
     return [Line2D([], [], color=_COLOURS[dtype], linewidth=4, label=dtype) for dtype in dtypes] + [
         Line2D(
             [],
