@@ -4,8 +4,8 @@
 
 use std::ops::Range;
 
-use super::simd::{Job, Simd, Stored};
-use super::tokens::{Next, TILE, Tokens};
+use super::simd::{Job, Simd, Stored, load};
+use super::tokens::{CACHE_LINE, Next, TILE, Tokens, prefetch};
 
 /// `acc[r][c] += Σ weights[r][k] · value[k][c]` for `R` rows, all columns and the tokens `seen`, in
 /// ascending order whatever `R`; columns are parted as `T` is.
@@ -32,8 +32,12 @@ impl<S: Simd, T: Stored, const R: usize> Job<S> for Gather<'_, T, R> {
     #[inline(always)]
     unsafe fn run(self, simd: S) {
         let vectors = self.dim / S::LANES;
-        // As many sums as registers hold beside weights and values.
-        let most = if R > 3 { 2 } else { 4 } * S::REGISTERS / 16;
+        // As many sums as registers hold beside weights and values, and none waits for its last addition.
+        let most = match R {
+            1 => 8,
+            2 | 3 => S::REGISTERS / 4,
+            _ => S::REGISTERS / 8,
+        };
         let mut vector = 0;
         while vector < vectors {
             let mut columns = most;
@@ -68,9 +72,11 @@ impl<T: Stored, const R: usize> Gather<'_, T, R> {
                 *sum = unsafe { simd.load(self.acc.add(r * self.dim + column + c * S::LANES)) };
             }
         }
+        // Groups of rows that pass by take turns with the lines.
+        let next = self.next.as_ref().and_then(|next| next.at(column * size_of::<T>(), CACHE_LINE));
         for token in self.seen.start..self.seen.end.min(TILE) {
-            if let Some(next) = self.next.as_ref().and_then(|next| next.at(token, 1)) {
-                next.prefetch::<S, C>(simd, token, column);
+            if let Some(next) = next {
+                prefetch::<S, T, C>(simd, next.at(token), column * size_of::<T>());
             }
             let value = self.values.at(token).wrapping_add(column);
             // What there is less of is held in registers while the other streams by.
@@ -118,21 +124,5 @@ impl<T: Stored, const R: usize> Gather<'_, T, R> {
     unsafe fn weight<S: Simd>(&self, simd: S, row: usize, token: usize) -> S::F32 {
         // SAFETY: the caller's promise.
         simd.splat(unsafe { *self.weights.add(row * TILE + token) })
-    }
-}
-
-/// Vector `c` of `C`: of an even number, or the last of an odd number alone.
-///
-/// # Safety
-/// - `value` is valid for reads of `C * LANES` elements.
-#[inline(always)]
-unsafe fn load<S: Simd, T: Stored, const C: usize>(simd: S, value: *const T, c: usize) -> S::F32 {
-    // SAFETY: the caller's promise.
-    unsafe {
-        match (C, c % 2) {
-            (1, _) => T::load(simd, value),
-            (_, 0) => T::load_even(simd, value.add(c * S::LANES)),
-            _ => T::load_odd(simd, value.add((c - 1) * S::LANES)),
-        }
     }
 }

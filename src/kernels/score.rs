@@ -1,9 +1,11 @@
 //! Rows of queries against keys as they lie: for a few rows, which is what decoding has.
 
+#![expect(clippy::needless_range_loop, reason = "zip stays a call where a profile has no LTO at all")]
+
 use std::ops::Range;
 
-use super::simd::{Job, Simd, Stored};
-use super::tokens::{Next, TILE, Tokens};
+use super::simd::{Job, Simd, Stored, load};
+use super::tokens::{Next, TILE, Tokens, prefetch};
 
 /// `scores[r][k] = Σ query[r][d] · key[k][d]` for `R` rows and (at least) the keys `seen`.
 ///
@@ -31,103 +33,120 @@ impl<S: Simd, T: Stored, const R: usize> Job<S> for Score<'_, T, R> {
 
     #[inline(always)]
     unsafe fn run(self, simd: S) {
-        for key in (self.seen.start / 4 * 4..self.seen.end.min(TILE)).step_by(4) {
-            // As many rows as registers hold sums for beside four keys and a query, as equal as can be.
-            let most = if S::REGISTERS < 32 { 3 } else { 6 };
-            let rows = R.div_ceil(R.div_ceil(most));
-            let mut row = 0;
-            while row < R {
-                let count = rows.min(R - row);
-                // SAFETY: the caller's promise; so many rows are left, and four keys from a
-                // multiple of 4 lie inside the tile.
-                unsafe {
-                    match count {
-                        1 => self.dots::<S, 1>(simd, row, key),
-                        2 => self.dots::<S, 2>(simd, row, key),
-                        3 => self.dots::<S, 3>(simd, row, key),
-                        4 => self.dots::<S, 4>(simd, row, key),
-                        5 => self.dots::<S, 5>(simd, row, key),
-                        _ => self.dots::<S, 6>(simd, row, key),
-                    }
+        // All rows at once, so that a key is widened once, and as many keys as registers hold sums for
+        // beside a vector of each, a query's and constants. Below eight sums, each waits for its last
+        // addition.
+        let at_once = match (R, S::REGISTERS) {
+            (1, _) => 8,
+            (2, _) | (_, 32..) => 4,
+            (3, _) => 3,
+            _ => 2,
+        };
+        for key in (self.seen.start..self.seen.end.min(TILE)).step_by(at_once) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                match at_once {
+                    2 => self.dots::<S, 2>(simd, key),
+                    3 => self.dots::<S, 3>(simd, key),
+                    4 => self.dots::<S, 4>(simd, key),
+                    _ => self.dots::<S, 8>(simd, key),
                 }
-                row += count;
             }
         }
     }
 }
 
 impl<T: Stored, const R: usize> Score<'_, T, R> {
-    /// `N` rows from `row` on against four keys from `first` on.
+    /// All rows against `K` keys from `first` on, or against the tile's last.
     ///
     /// # Safety
-    /// - As for the job; `row + N <= R`, `first + 4 <= TILE`.
+    /// - As for the job.
     #[inline(always)]
-    unsafe fn dots<S: Simd, const N: usize>(&self, simd: S, row: usize, first: usize) {
-        let keys =
-            [self.keys.at(first), self.keys.at(first + 1), self.keys.at(first + 2), self.keys.at(first + 3)];
-        let mut sums = [[simd.splat(0.0); 4]; N];
-        // The first rows ask, evenly between loads: what is asked for in one burst takes the places
-        // in which loads wait for the nearest cache, and sums wait with them.
-        let next = self.next.as_ref().filter(|_| row == 0).and_then(|next| next.at(first, 4));
+    unsafe fn dots<S: Simd, const K: usize>(&self, simd: S, first: usize) {
+        let first = first.min(TILE - K);
+        let keys = self.keys.at_each::<K>(first);
+        let mut sums = [[simd.splat(0.0); K]; R];
+        // Evenly between loads: what is asked for in one burst takes the places in which loads wait
+        // for the nearest cache, and sums wait with them.
+        let next = self.next.as_ref().and_then(|next| next.at(first, K)).map(|next| next.at_each::<K>(first));
         let mut d = 0;
         // SAFETY: so many elements are left; the caller's promise for keys and rows.
         unsafe {
             while d + 2 * S::LANES <= self.dim {
                 if let Some(next) = next {
-                    for token in first..first + 4 {
-                        next.prefetch::<S, 2>(simd, token, d);
+                    for i in 0..K {
+                        prefetch::<S, T, 2>(simd, next[i], d * size_of::<T>());
                     }
                 }
-                let even = [
-                    T::load_even(simd, keys[0].add(d)),
-                    T::load_even(simd, keys[1].add(d)),
-                    T::load_even(simd, keys[2].add(d)),
-                    T::load_even(simd, keys[3].add(d)),
-                ];
-                self.add(simd, row, d, even, &mut sums);
-                let odd = [
-                    T::load_odd(simd, keys[0].add(d)),
-                    T::load_odd(simd, keys[1].add(d)),
-                    T::load_odd(simd, keys[2].add(d)),
-                    T::load_odd(simd, keys[3].add(d)),
-                ];
-                self.add(simd, row, d + S::LANES, odd, &mut sums);
+                self.add::<S, K, 2>(simd, d, 0, keys, &mut sums);
+                self.add::<S, K, 2>(simd, d, 1, keys, &mut sums);
                 d += 2 * S::LANES;
             }
             if d < self.dim {
-                let last = [
-                    T::load(simd, keys[0].add(d)),
-                    T::load(simd, keys[1].add(d)),
-                    T::load(simd, keys[2].add(d)),
-                    T::load(simd, keys[3].add(d)),
-                ];
-                self.add(simd, row, d, last, &mut sums);
+                self.add::<S, K, 1>(simd, d, 0, keys, &mut sums);
             }
         }
-        for (r, &sums) in sums.iter().enumerate() {
-            // SAFETY: the caller's promise for `scores`.
-            unsafe { simd.sum_four(self.scores.add((row + r) * TILE + first), sums) }
+        let mut dots = [[0.0; K]; R];
+        let (flat, into) = (sums.as_flattened(), dots.as_flattened_mut());
+        for i in (0..R * K).step_by(4) {
+            let four = [
+                flat[i],
+                flat[(i + 1).min(R * K - 1)],
+                flat[(i + 2).min(R * K - 1)],
+                flat[(i + 3).min(R * K - 1)],
+            ];
+            let mut sums = [0.0; 4];
+            // SAFETY: room for four.
+            unsafe { simd.sum_four(sums.as_mut_ptr(), four) }
+            let count = (R * K - i).min(4);
+            into[i..i + count].copy_from_slice(&sums[..count]);
+        }
+        for (r, &dots) in dots.iter().enumerate() {
+            // SAFETY: the caller's promise for `scores`; `first + K <= TILE`.
+            unsafe { self.scores.add(r * TILE + first).cast::<[f32; K]>().write_unaligned(dots) }
         }
     }
 
-    /// One vector of each row, from `d` on, times one of each key.
+    /// Of `C` vectors from `d` on, number `c` of each row times that of each key.
     ///
     /// # Safety
-    /// - As for the job; `row + N <= R`, `d + LANES <= dim`.
+    /// - As for the job; `d + C * LANES <= dim`.
     #[inline(always)]
-    unsafe fn add<S: Simd, const N: usize>(
+    unsafe fn add<S: Simd, const K: usize, const C: usize>(
         &self,
         simd: S,
-        row: usize,
         d: usize,
-        keys: [S::F32; 4],
-        sums: &mut [[S::F32; 4]; N],
+        c: usize,
+        keys: [*const T; K],
+        sums: &mut [[S::F32; K]; R],
     ) {
-        for (r, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: the caller's promise.
-            let q = unsafe { simd.load(self.query.add(d * R + (row + r) * S::LANES)) };
-            for i in 0..4 {
-                sums[i] = simd.mul_add(q, keys[i], sums[i]);
+        let query = self.query.wrapping_add((d + c * S::LANES) * R);
+        // What there is less of is held in registers while the other streams by.
+        if R < K {
+            let mut q = [simd.splat(0.0); R];
+            for r in 0..R {
+                // SAFETY: the caller's promise for rows.
+                q[r] = unsafe { simd.load(query.add(r * S::LANES)) };
+            }
+            for i in 0..K {
+                // SAFETY: the caller's promise for keys.
+                let k = unsafe { load::<S, T, C>(simd, keys[i].add(d), c) };
+                for r in 0..R {
+                    sums[r][i] = simd.mul_add(q[r], k, sums[r][i]);
+                }
+            }
+        } else {
+            let mut k = [simd.splat(0.0); K];
+            for i in 0..K {
+                // SAFETY: the caller's promise for keys.
+                k[i] = unsafe { load::<S, T, C>(simd, keys[i].add(d), c) };
+            }
+            for r in 0..R {
+                // SAFETY: the caller's promise for rows.
+                let q = unsafe { simd.load(query.add(r * S::LANES)) };
+                for i in 0..K {
+                    sums[r][i] = simd.mul_add(q, k[i], sums[r][i]);
+                }
             }
         }
     }

@@ -184,6 +184,22 @@ pub(super) trait Stored: Element {
     }
 }
 
+/// Vector `c` of `C` from an element on: of an even number, or the last of an odd number alone.
+///
+/// # Safety
+/// - `from` is valid for reads of `C * LANES` elements.
+#[inline(always)]
+pub(super) unsafe fn load<S: Simd, T: Stored, const C: usize>(simd: S, from: *const T, c: usize) -> S::F32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match (C, c % 2) {
+            (1, _) => T::load(simd, from),
+            (_, 0) => T::load_even(simd, from.add(c * S::LANES)),
+            _ => T::load_odd(simd, from.add((c - 1) * S::LANES)),
+        }
+    }
+}
+
 /// Brings a row into the order of vectors of a [parted](Stored::PARTED) type: in each `2 * lanes`,
 /// even numbers first. What is left over stays.
 pub(super) fn part_neighbours(row: &mut [f32], lanes: usize) {

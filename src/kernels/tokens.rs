@@ -70,18 +70,26 @@ impl<T> Tokens<'_, T> {
         self.base.wrapping_add(self.offsets[token]).cast()
     }
 
-    /// Asks for the cache lines that begin in `VECTORS` vectors of a token's elements, from `from` on.
+    /// Addresses of `K` tokens' first elements.
     #[inline(always)]
-    pub(super) fn prefetch<S: Simd, const VECTORS: usize>(&self, simd: S, token: usize, from: usize) {
-        let bytes = VECTORS * S::LANES * size_of::<T>();
-        let start = from * size_of::<T>();
-        let first = start.next_multiple_of(CACHE_LINE);
-        for line in 0..bytes.div_ceil(CACHE_LINE) {
-            let at = first + line * CACHE_LINE;
-            // In whole lines, one begins for sure.
-            if bytes.is_multiple_of(CACHE_LINE) || at < start + bytes {
-                simd.prefetch(self.at(token).cast::<u8>().wrapping_add(at));
-            }
+    pub(super) fn at_each<const K: usize>(&self, first: usize) -> [*const T; K] {
+        let mut each = [std::ptr::null(); K];
+        for (i, at) in each.iter_mut().enumerate() {
+            *at = self.at(first + i);
+        }
+        each
+    }
+}
+
+/// Asks for the cache lines that begin in `VECTORS` vectors of elements, `start` bytes from a token's
+/// begin, of which that is a multiple.
+#[inline(always)]
+pub(super) fn prefetch<S: Simd, T, const VECTORS: usize>(simd: S, token: *const T, start: usize) {
+    let bytes = VECTORS * S::LANES * size_of::<T>();
+    // In whole lines, one begins for sure.
+    if bytes.is_multiple_of(CACHE_LINE) || start.is_multiple_of(CACHE_LINE) {
+        for line in (0..bytes).step_by(CACHE_LINE) {
+            simd.prefetch(token.cast::<u8>().wrapping_add(start + line));
         }
     }
 }
