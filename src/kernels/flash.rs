@@ -226,7 +226,7 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
     /// Split by split, each from nothing, joined in order: as if each had been another task's.
     fn run(mut self, splits: Range<usize>) -> State {
         let (seen, long) = (self.block.seen(self.call.mask), self.block.split());
-        let mut whole: Option<State> = None;
+        let (mut whole, last) = (None::<State>, splits.end);
         for split in splits {
             for start in (split * long..(split + 1) * long).step_by(SPLIT) {
                 self.keys = seen.start.max(start)..seen.end.min(start + SPLIT);
@@ -238,7 +238,7 @@ impl<'a, S: Simd, T: Stored> Pass<'a, S, T> {
             if let Some(whole) = &mut whole {
                 whole.merge(&self.state);
                 self.state.clear();
-            } else {
+            } else if split + 1 < last {
                 let fresh = self.state.like();
                 whole = Some(std::mem::replace(&mut self.state, fresh));
             }

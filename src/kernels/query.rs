@@ -1,13 +1,18 @@
 //! A block's queries, in the order in which tiles take them.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
+use half::{bf16, f16};
+
 use super::flash::{Block, Call};
+use super::pack::Widen;
 use super::rows::load_row;
 use super::scratch::Scratch;
-use super::simd::{Simd, part_neighbours};
+use super::simd::{Simd, Stored, part_neighbours};
 use super::tile::rows_of_group;
-use super::tokens::CACHE_LINE;
+use super::tokens::{CACHE_LINE, TILE, Tokens};
+use crate::dtype::DType;
 use crate::storage::RowsView;
 
 /// Tokens from a query that is loaded to one that is asked for: a head's rows lie far apart.
@@ -25,7 +30,7 @@ pub(super) fn load<S: Simd>(
 ) -> Scratch {
     let (group, head_dim) = (call.group(), call.query.shape()[2]);
     let rows = group * block.num_queries;
-    let (at_once, lanes) = (rows_of_group(rows), if block.prefill { 1 } else { S::LANES });
+    let at_once = rows_of_group(rows);
     let mut query = Scratch::zeros(rows * block.num_kv_heads * key_dim);
     let mut one = Scratch::zeros(key_dim);
     for row in 0..rows * block.num_kv_heads {
@@ -34,18 +39,47 @@ pub(super) fn load<S: Simd>(
         if rest % group == 0 && rest + AHEAD * group < rows {
             prefetch(simd, &call.query, token + AHEAD, head..head + group);
         }
-        load_row(&call.query, token, head, &mut one[..head_dim]);
+        let from = call.query.row(token, head);
+        // SAFETY: `row` checked the index; the view vouches for the row's elements, of this type.
+        unsafe {
+            match call.query.dtype() {
+                DType::F16 => widen::<S, f16>(simd, from, head_dim, &mut one),
+                DType::BF16 => widen::<S, bf16>(simd, from, head_dim, &mut one),
+                _ => load_row(&call.query, token, head, &mut one[..head_dim]),
+            }
+        }
         if let Some(lanes) = parted {
             part_neighbours(&mut one, lanes);
         }
         let (first, in_group) = (row - rest % at_once, rest % at_once);
         let count = at_once.min(rows - (rest - in_group));
-        let into = query[first * key_dim..][..count * key_dim].chunks_exact_mut(lanes);
-        for (into, from) in into.skip(in_group).step_by(count).zip(one.chunks_exact(lanes)) {
-            into.copy_from_slice(from);
+        let into = &mut query[first * key_dim..][..count * key_dim];
+        // Copies of a length that the compiler knows.
+        if block.prefill {
+            take_turns(&one, into, 1, in_group, count);
+        } else {
+            take_turns(&one, into, S::LANES, in_group, count);
         }
     }
     query
+}
+
+/// Widens one row.
+///
+/// # Safety
+/// - `from` is valid for reads of `dim` elements of `T`.
+unsafe fn widen<S: Simd, T: Stored>(simd: S, from: *const u8, dim: usize, into: &mut [f32]) {
+    let tokens = Tokens::<T> { base: from, offsets: &[0; TILE], stored: PhantomData };
+    // SAFETY: `into` is one row, so of the tile's tokens the first is read; the caller's promise.
+    unsafe { simd.call(Widen { tokens, dim, into }) }
+}
+
+/// Copies a row in pieces of `lanes` to where it takes turns as number `turn` of `count`.
+#[inline(always)]
+fn take_turns(row: &[f32], into: &mut [f32], lanes: usize, turn: usize, count: usize) {
+    for (i, piece) in row.chunks_exact(lanes).enumerate() {
+        into[(i * count + turn) * lanes..][..lanes].copy_from_slice(piece);
+    }
 }
 
 fn prefetch<S: Simd>(simd: S, rows: &RowsView, token: usize, heads: Range<usize>) {

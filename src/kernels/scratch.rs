@@ -29,11 +29,14 @@ impl Scratch {
         // Where the thread is ending already, a new one.
         let kept = STOCK.try_with(|stock| stock.borrow_mut().pop()).ok().flatten();
         let mut buffer = kept.unwrap_or_default();
-        buffer.clear();
-        buffer.resize(len + LINE - 1, 0.0);
+        if buffer.len() < len + LINE - 1 {
+            buffer = vec![0.0; len + LINE - 1];
+        }
         let start = buffer.as_ptr().align_offset(LINE * size_of::<f32>());
         // An address that can't be aligned is no error: whole vectors may lie anywhere.
         let start = if start < LINE { start } else { 0 };
+        // Not by `resize`, which writes one by one.
+        buffer[start..start + len].fill(0.0);
         Self { buffer, start, len }
     }
 }
