@@ -50,7 +50,7 @@ lint-python: stubs
 	$(BIN)/mypy
 
 test-rust:
-	$(CARGO) test --locked
+	$(CARGO) test --locked --features bench
 
 # OpenBLAS's threads wait by spinning: on a machine with other work they take more than they give.
 test-python: export OPENBLAS_NUM_THREADS ?= 1

@@ -405,7 +405,8 @@ mod tests {
         };
         let mut reported = 0;
         let records = attention(&plan, |records| reported += records.len()).expect("some hundred MiB");
-        assert_eq!((records.len(), reported), (18, 18));
+        // Of each element type the limit, adjacent pages and scattered ones, on one thread and on two.
+        assert_eq!((records.len(), reported), (30, 30));
         let nothing = Plan { cases: vec!["d9".to_owned()], ..plan };
         assert!(matches!(attention(&nothing, |_| {}), Err(Error::Value(message)) if message.contains("d9")));
         let shared = Plan {
