@@ -108,9 +108,12 @@ def test_every_call_may_fail_once(fake: Fake, name: str, every: bool) -> None:
     count = fake.calls(name)
     assert count
     failed = 0
-    for nth in range(1, count + 1) if every else sorted({1, 2, count // 2, count}):
-        if not 1 <= nth <= count:
-            continue
+    untold = name in GIVEN_BACK | UNTOLD
+    some = [nth for nth in sorted({1, 2, count // 2, count}) if nth]
+    # Who polls is told nothing, and which calls are polls is a matter of time: then others are tried.
+    for nth in [*some, *(nth for nth in range(1, count + 1) if nth not in some)]:
+        if nth not in some and not every and (failed or untold):
+            break
         fake.fail(name, 500003, nth)
         cache, text = failure_of(made)
         got = None
@@ -131,7 +134,7 @@ def test_every_call_may_fail_once(fake: Fake, name: str, every: bool) -> None:
         ascend.open_device(0).close()
         assert (fake.leaks(), fake.misuse()) == ([], []), nth
         fake.clear()
-    assert bool(failed) == (name not in GIVEN_BACK | UNTOLD)
+    assert bool(failed) == (not untold)
 
 
 @pytest.mark.parametrize("name", sorted(CALLED - {"aclInit"}))
