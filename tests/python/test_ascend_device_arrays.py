@@ -364,6 +364,33 @@ def test_storage_that_is_none_is_named() -> None:
             paged_kv.KvCache(num_layers=len(layers), device="ascend:0", storage=layers)
     with pytest.raises(paged_kv.LayoutError, match="key_pages of layer 0 in storage is in host memory"):
         paged_kv.KvCache(num_layers=1, device="ascend:0", storage=[[np.zeros(shape, np.float16)] * 2])
+    with pytest.raises(paged_kv.LayoutError, match="key_pages of layer 0 in storage is in host memory"):
+        paged_kv.KvCache(
+            num_layers=1, device="ascend:0", storage=[[OnlyDlpack(np.zeros(shape, np.float16))] * 2]
+        )
+    with pytest.raises(TypeError, match="value_pages of layer 0 in storage must be an array, not None"):
+        paged_kv.KvCache(num_layers=1, device="ascend:0", storage=[(pages[0], None)])
+
+
+@pytest.mark.usefixtures("fake")
+def test_numbers_that_c_would_cut_short_are_refused() -> None:
+    device = ascend.open_device(0)
+    stream, cache = ascend.Stream(device), device_cache()
+    sequence = cache.sequence()
+    for handle in (2**64 + stream.handle, stream.handle - 2**64, 0):
+        with pytest.raises(ValueError, match=f"stream {handle} is no handle"):
+            cache.batch([sequence], 1, stream=handle)
+        with pytest.raises(ValueError, match="is no handle"):
+            ascend.Stream(device, handle)
+    assert len(sequence) == 0
+    for timeout in (-1, 2**31 / 1000, float("nan")):
+        with pytest.raises(ValueError, match="0 to 2147483 seconds"):
+            stream.synchronize(timeout=timeout)
+    stream.synchronize(timeout=float("inf"))
+    with pytest.raises(TypeError):
+        ascend.allocate(device, 1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        ascend.as_tensor(64, device, shape=(2.5,), dtype="float16")  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("fake")

@@ -258,3 +258,23 @@ def test_what_cannot_be_drawn_is_said_before_anything_is_measured(monkeypatch) -
         monkeypatch.setitem(sys.modules, module, None)
     absent = CliRunner().invoke(app, ["bench", "attention", "--plot", "roof.png"])
     assert (absent.exit_code, "pip install 'paged-kv[plot]'" in absent.stderr) == (2, True)
+
+
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path, monkeypatch) -> None:
+    def fail(**_: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setitem(bench.BENCHES, "attention", fail)
+    for file in (tmp_path, tmp_path / "none" / "x.json"):
+        refused = CliRunner().invoke(app, ["bench", "attention", "--json", str(file)])
+        assert (refused.exit_code, str(file) in refused.stderr) == (1, True)
+    (kept := tmp_path / "kept.json").write_text("[]")
+    bench.check_writable(kept)
+    bench.check_writable(tmp_path / "new.json")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("kept.json", "[]")]
+
+
+@pytest.mark.parametrize("option", ["--page-size", "--threads", "--repetitions"])
+def test_a_number_beyond_all_use_is_refused_in_a_sentence(option) -> None:
+    refused = CliRunner().invoke(app, ["bench", "attention", option, "9" * 20])
+    assert (refused.exit_code, "Invalid value" in refused.stderr) == (2, True)

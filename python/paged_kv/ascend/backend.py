@@ -20,7 +20,7 @@ from paged_kv.ascend.flight import Flight, Flights
 from paged_kv.ascend.kernels import load_kernels
 from paged_kv.ascend.lane import Lane
 from paged_kv.ascend.memory import allocate, allocated_bytes
-from paged_kv.ascend.stream import Stream
+from paged_kv.ascend.stream import Stream, check_handle
 from paged_kv.ascend.tensor import DeviceTensor, described, device_tensor, empty, span
 from paged_kv.ascend.tiling import DTYPES, WriteTiling
 from paged_kv.ascend.work import Work
@@ -189,9 +189,7 @@ class Backend:
                     f"the stream is of ascend:{stream.device.index}, the cache on ascend:{self.device.index}"
                 )
         else:
-            handle = getattr(stream, "npu_stream", stream)
-            if not isinstance(handle, int) or isinstance(handle, bool):
-                raise TypeError(f"stream must be a Stream or a handle, not {type(stream).__name__}")
+            handle = check_handle(getattr(stream, "npu_stream", stream))
         with self._lock:
             lane = self._lanes.get(handle)
             # A stream that goes with its object is kept, though its handle may be one that was used before.

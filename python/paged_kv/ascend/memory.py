@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 from paged_kv.ascend import acl as table
@@ -223,7 +224,7 @@ def pinned(device: Device, nbytes: int) -> PinnedMemory:
 
 def _check_size(nbytes: int, least: int = 0) -> None:
     """Refuse what C's size_t can't hold: ctypes would drop the upper bits."""
-    if not least <= nbytes < 2**63:
+    if not least <= operator.index(nbytes) < 2**63:
         raise ValueError(f"{nbytes} bytes: {least} to 2^63 - 1")
 
 

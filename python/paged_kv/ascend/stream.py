@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import threading
 import weakref
 from collections import deque
@@ -26,6 +27,9 @@ logger = logging.getLogger("paged_kv.ascend")
 _CLOSE_AFTER = 64
 """Kept objects after which an event is recorded that tells when they may go."""
 
+
+_LONGEST = (2**31 - 1) // 1000
+"""Seconds that the runtime can be told to wait at most."""
 
 _GONE = frozenset({table.STREAM_CONTEXT, table.INVALID_HANDLE})
 """What the runtime says of a stream that was destroyed."""
@@ -97,12 +101,19 @@ class Stream:
         A stream of someone else, such as ``torch_npu.npu.Stream().npu_stream``, to be used and
         not destroyed; without it a new one is made. Its owner may destroy it when its work has passed;
         where something was kept without a mark, whoever notices waits for the device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The handle is no integer, or none that a pointer can be.
     """
 
     def __init__(self, device: Device, handle: int | None = None) -> None:
         self.device = device
         self._handle = None
-        if handle is None:
+        if handle is not None:
+            check_handle(handle)
+        else:
             self._handle = Handle.create(device, "aclrtCreateStream", "aclrtDestroyStream")
             handle = self._handle.value
         self._value = handle
@@ -185,13 +196,20 @@ class Stream:
         Parameters
         ----------
         timeout : float, optional
-            Seconds after which to give up.
+            Seconds after which to give up: 0 to 2147483, and infinity, which is as None.
 
         Raises
         ------
+        ValueError
+            Another number of seconds; nothing is waited for then.
         DeviceError
             Some of the work failed, or it took longer.
         """
+        if timeout == math.inf:
+            timeout = None
+        # C's int of milliseconds would drop the upper bits.
+        if timeout is not None and not 0 <= timeout <= _LONGEST:
+            raise ValueError(f"timeout={timeout}: 0 to {_LONGEST} seconds")
         check_fork()  # before the lock, which a thread of the parent may have held
         with self._lock:
             self._close()
@@ -290,3 +308,12 @@ class Stream:
                 self.device._retired[id(self)] = self
         except Exception:
             logger.debug("a stream was not retired", exc_info=True)
+
+
+def check_handle(handle: object) -> int:
+    """Return a stream's raw handle; refuse what ctypes would cut to one, or take for one."""
+    if not isinstance(handle, int) or isinstance(handle, bool):
+        raise TypeError(f"stream must be a Stream or a handle, not {type(handle).__name__}")
+    if not 0 < handle < 2**64:
+        raise ValueError(f"stream {handle} is no handle: 1 to 2^64 - 1")
+    return handle

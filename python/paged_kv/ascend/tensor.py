@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -166,9 +167,10 @@ def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
     """Return the bytes of an array; refuse what can't be one."""
     if dtype not in ITEM_BYTES:
         raise LayoutError(f"dtype {dtype}; there are {', '.join(ITEM_BYTES)}")
-    if min(shape, default=0) < 0:
+    lengths = [operator.index(length) for length in shape]
+    if min(lengths, default=0) < 0:
         raise ValueError(f"shape {list(shape)} has a length below 0")
-    return math.prod(shape) * ITEM_BYTES[dtype]
+    return math.prod(lengths) * ITEM_BYTES[dtype]
 
 
 def as_tensor(
@@ -204,7 +206,7 @@ def as_tensor(
     ValueError
         There is nothing at such an address.
     """
-    if isinstance(source, int):
+    if isinstance(source, int) and not isinstance(source, bool):
         if shape is None or dtype is None:
             raise ValueError("an address needs shape= and dtype=")
         if not 0 < source <= 2**64 - _nbytes(shape, dtype):
@@ -234,7 +236,11 @@ def device_tensor(name: str, array: object, device: Device, *, writable: bool = 
     ------
     LayoutError
         It is elsewhere, or not contiguous, or read-only, or of a dtype that no kernel takes.
+    TypeError
+        It is None.
     """
+    if array is None:
+        raise TypeError(f"{name} must be an array, not None")
     tensor: DeviceTensor | None = None
     if isinstance(array, DeviceTensor):
         tensor = array
@@ -257,7 +263,7 @@ def device_tensor(name: str, array: object, device: Device, *, writable: bool = 
 
 
 def described(name: str, array: Any) -> tuple[tuple[int, ...], str]:
-    """Return shape and dtype of an array, wherever it is.
+    """Return shape and dtype of an array, wherever it is; nothing waits for it.
 
     Raises
     ------
@@ -268,7 +274,9 @@ def described(name: str, array: Any) -> tuple[tuple[int, ...], str]:
         return tuple(array.shape), str(array.dtype).removeprefix("torch.")
     if not hasattr(array, "__dlpack__"):
         raise TypeError(f"{name} must be an array, not {type(array).__name__}")
-    found = import_capsule(array, stream=-1)
+    # Of host memory a producer may know no streams.
+    on_host = hasattr(array, "__dlpack_device__") and array.__dlpack_device__()[0] in HOST_TYPES
+    found = import_capsule(array, stream=None if on_host else -1)
     return found.shape, found.dtype
 
 

@@ -28,7 +28,7 @@ Model = Annotated[
         "--model", metavar="PATH", help="A Llama-architecture GGUF file instead of SmolLM2-135M-Instruct."
     ),
 ]
-PageSize = Annotated[int, typer.Option("--page-size", min=1, help="Tokens per page.")]
+PageSize = Annotated[int, typer.Option("--page-size", min=1, max=2**32 - 1, help="Tokens per page.")]
 Dtype = Annotated[
     str,
     typer.Option(
@@ -244,12 +244,14 @@ def bench_attention(
         list[str] | None, typer.Option("--dtype", help="Element types; all if not given.")
     ] = None,
     page_sizes: Annotated[
-        list[int] | None, typer.Option("--page-size", min=1, help="Tokens per page; 16 and 128 if not given.")
+        list[int] | None,
+        typer.Option("--page-size", min=1, max=2**32 - 1, help="Tokens per page; 16 and 128 if not given."),
     ] = None,
     threads: Annotated[
-        list[int] | None, typer.Option(min=1, help="Threads; 1 and as many as there are if not given.")
+        list[int] | None,
+        typer.Option(min=1, max=2**16, help="Threads; 1 and as many as there are if not given."),
     ] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each case.")] = 5,
+    repetitions: Annotated[int, typer.Option(min=1, max=10**6, help="Repetitions of each case.")] = 5,
     json_file: JsonFile = None,
     plot_file: Annotated[
         Path | None,

@@ -46,19 +46,29 @@ def run_bench(
 
     Raises
     ------
-    ModuleNotFoundError, ValueError
-        Before anything is measured, where `plot_file` can't be drawn.
+    ModuleNotFoundError, ValueError, OSError
+        Before anything is measured, where `plot_file` can't be drawn, or a file not be written.
     """
     if plot_file is not None:
         from paged_kv.cli.bench_plot import check_format, plot
 
         check_format(plot_file)
+    for file in filter(None, (json_file, plot_file)):
+        check_writable(file)
     rows: list[dict[str, Any]] = BENCHES[name](repetitions=repetitions, **choices)
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     if plot_file is not None:
         plot(rows, plot_file)
     Console().print(bench_table(name, rows))
+
+
+def check_writable(file: Path) -> None:
+    """Raise ``OSError`` where a file can't be written; what is there stays as it is."""
+    is_new = not file.exists()
+    file.open("ab").close()
+    if is_new:
+        file.unlink()
 
 
 def bench_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
