@@ -40,7 +40,7 @@ lint: lint-rust lint-python ## formatting, clippy, rustdoc, ruff, mypy, the stub
 
 lint-rust:
 	$(CARGO) fmt --check
-	$(CARGO) clippy --locked --all-targets -- -D warnings
+	$(CARGO) clippy --locked -- -D warnings
 	$(CARGO) clippy --locked --all-targets --all-features -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps --quiet
 
