@@ -29,7 +29,7 @@ demo: $(VENV)/.extension ## answer several prompts at once with a real model on 
 # Two at a time, as compiling the last crate and Python's tests keep one core busy each; what pip installs
 # comes first, since it must not run twice at once.
 test: $(VENV)/.tools $(VENV)/.docs ## everything that must hold before a change lands
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint test-rust loom-quick test-python docs
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint test-python test-rust loom-quick docs
 
 fmt: $(VENV)/.tools ## format Rust and Python
 	$(CARGO) fmt
