@@ -5,7 +5,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-CARGO  := cargo
+# Without make's flags: they name a job server that is not for cargo, which says so each time.
+CARGO  := env -u MAKEFLAGS cargo
 HOST    = $(shell rustc -vV | sed -n 's/^host: //p')
 
 # Involuntary switches of thread that loom tries in one execution; empty: as each model states.
@@ -138,5 +139,5 @@ $(VENV)/.docs: pyproject.toml | $(VENV)/.pip
 
 # An editable install: the Python files are used where they are.
 $(VENV)/.extension: $(SOURCES) | $(VENV)/.pip
-	PIP_QUIET=1 $(BIN)/maturin develop --release --locked --extras llm,cli
+	PIP_QUIET=1 env -u MAKEFLAGS $(BIN)/maturin develop --release --locked --extras llm,cli
 	@touch $@
