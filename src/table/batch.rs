@@ -334,7 +334,7 @@ impl<const LEAF: usize, const SHARDS: usize> TableBatch<LEAF, SHARDS> {
                 self.tables.publish(slot, change, computed, computed);
             }
             // Closed, or freed meanwhile: what `unclaim` frees is the state before.
-            None => self.tables.undo(&mut change.clone()),
+            None => self.tables.undo(&mut { *change }),
         }
         self.tables.unclaim(change.slot, slot);
     }

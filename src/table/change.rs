@@ -281,8 +281,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         if change.draft != NONE {
             return self.publish_draft(slot, *change, computed, len);
         }
-        self.grow_to(self.versions.get(change.version), computed, len);
-        slot.set_len(len);
+        self.settle_at(slot, self.versions.get(change.version), computed, len);
     }
 
     #[cold]
@@ -290,17 +289,18 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         if computed == change.computed && len == computed {
             self.discard(&mut change); // nothing was written: the shared page serves as before
         }
-        self.grow_to(self.versions.get(change.next_version()), computed, len);
-        slot.set_len(len);
+        self.settle_at(slot, self.versions.get(change.next_version()), computed, len);
         if change.draft != NONE {
             self.move_head(slot, change.draft);
         }
     }
 
+    /// Shows so many computed tokens, and gives back what `len` slots don't need.
     #[inline]
-    fn grow_to(&self, version: &Version, computed: u32, len: u32) {
+    fn settle_at(&self, slot: &Slot, version: &Version, computed: u32, len: u32) {
         version.set_computed(computed);
         self.pop_to(version, len);
+        slot.set_len(len);
     }
 
     /// Puts a draft in the head's place and gives the head's count on its old version back.
@@ -312,6 +312,7 @@ impl<const LEAF: usize, const SHARDS: usize> Tables<LEAF, SHARDS> {
         self.retire(old);
     }
 
+    /// Only now that pages are short: a sequence larger than the pool always runs short.
     #[cold]
     fn too_few_pages(&self, changes: &[Change], requested: u64, available: u64) -> Error {
         let total = u64::from(self.pool.num_pages());
