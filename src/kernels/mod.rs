@@ -11,12 +11,18 @@ mod aarch64;
 mod bound;
 mod flash;
 mod gather;
+mod gather_pairs;
 mod isa;
 #[cfg(feature = "bench")]
 mod limits;
 mod mask;
 mod math;
+mod method;
 mod pack;
+mod pairs;
+mod pass;
+mod places;
+mod prepared;
 mod product;
 mod quantise;
 mod query;
@@ -30,6 +36,7 @@ mod softmax;
 mod state;
 mod tile;
 mod tokens;
+mod walk;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
 
@@ -52,5 +59,9 @@ pub(crate) fn error_bound(level: Level, call: &Call, block: &Block) -> Vec<f64> 
 
 /// Attention of a block over the keys of some splits, first to last.
 pub(crate) fn attend(level: Level, call: &Call, block: &Block, splits: Range<usize>) -> State {
+    #[cfg(target_arch = "x86_64")]
+    if let Level::Avx512Bf16(simd) = level {
+        return flash::attend_in_pairs(simd, call, block, splits);
+    }
     isa::dispatch!(level, simd => flash::attend(simd, call, block, splits))
 }

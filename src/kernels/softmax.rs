@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::math::{exp, tanh};
+use super::method::Method;
 use super::scales::TileScales;
 use super::simd::Simd;
 use super::tokens::TILE;
@@ -38,7 +39,7 @@ impl Row<'_> {
     /// Turns dot products into weights relative to the new maximum (times the scales of values), and
     /// carries the running sums over to it.
     #[inline(always)]
-    pub(super) fn weigh<S: Simd>(self, simd: S) {
+    pub(super) fn weigh<S: Simd, M: Method<S>>(self, simd: S) {
         let Self { seen, logit, scales, .. } = self;
         let scores = self.scores.as_mut_ptr();
         let vectors = (seen.start / S::LANES * S::LANES..seen.end.min(TILE)).step_by(S::LANES);
@@ -89,7 +90,8 @@ impl Row<'_> {
                     Some(TileScales { value, .. }) => simd.mul(weight, simd.load(value.as_ptr().add(i))),
                     None => weight,
                 };
-                simd.store(scores.add(i), weight);
+                // Half as long where a word holds two: over dot products that were read before.
+                M::store_weights(simd, scores, i, weight);
             }
         }
         if old_max < new_max {

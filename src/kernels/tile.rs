@@ -1,13 +1,15 @@
 //! One tile of keys and values, all rows of the KV head they belong to.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::flash::{Block, Call};
 use super::gather::Gather;
+use super::method::Method;
 use super::product::Product;
 use super::scales::TileScales;
 use super::score::Score;
-use super::simd::{Job, Simd, Stored};
+use super::simd::{Job, Simd};
 use super::softmax::{Logit, Row};
 use super::tokens::{Later, Next, TILE, Tokens};
 
@@ -23,20 +25,10 @@ pub(super) fn rows_of_group(rows: usize) -> usize {
 /// Keys of a tile.
 #[derive(Clone, Copy)]
 pub(super) enum Keys<'a, T> {
-    /// Where they lie, and what is asked for meanwhile.
-    Stored(Tokens<'a, T>, Option<Next<'a, T>>),
-    /// Widened and transposed: `[dim, TILE]`.
+    /// Some of them, where they lie.
+    Stored(Tokens<'a, T>),
+    /// All of them, as words of this many elements of dims, transposed: `[words, TILE]`.
     Packed(&'a [f32], usize),
-}
-
-impl<T: Stored> Keys<'_, T> {
-    /// The same for one of several groups of rows.
-    fn asking_for(self, part: usize, parts: usize) -> Self {
-        match self {
-            Self::Stored(keys, next) => Self::Stored(keys, next.map(|next| Next { part, parts, ..next })),
-            Self::Packed(..) => self,
-        }
-    }
 }
 
 /// The rows of one KV head on their way through one tile.
@@ -48,10 +40,10 @@ pub(super) struct Tile<'a, S> {
     pub(super) first_head: usize,
     /// Position of the tile's first key.
     pub(super) start: usize,
-    /// `[rows, key_dim]`, inside each group in the order in which its keys are taken.
+    /// `[rows, key_words]`, inside each group in the order in which its keys are taken.
     pub(super) query: &'a [f32],
-    /// Elements of a key and a value, rounded up to whole vectors.
-    pub(super) key_dim: usize,
+    /// Words of a key and elements of a value, rounded up to whole vectors.
+    pub(super) key_words: usize,
     pub(super) value_dim: usize,
     /// Of quantised keys and values.
     pub(super) scales: Option<TileScales<'a>>,
@@ -64,69 +56,103 @@ pub(super) struct Tile<'a, S> {
 }
 
 impl<S: Simd> Tile<'_, S> {
-    /// Each step for all rows before the next, so that keys, then values, stay in the nearest cache.
+    /// Dot products of all rows with some of the tile's keys, those of `span`.
     ///
     /// # Safety
-    /// - Every token of stored keys, and of `values`, is valid for reads of `key_dim` and
-    ///   `value_dim`; so is `next`, or it is not there.
-    pub(super) unsafe fn attend<K: Stored, V: Stored, L>(
+    /// - Every token of stored keys is valid for reads of `key_words`; so is `next`, or it is not there.
+    pub(super) unsafe fn scores<M: Method<S>, L>(
         &mut self,
-        keys: Keys<K>,
-        values: Tokens<V>,
-        next: Option<Tokens<V>>,
+        keys: Keys<M::Word>,
+        span: Range<usize>,
+        next: Option<Tokens<M::Word>>,
         later: Option<&Later<L>>,
     ) {
         let rows = self.max.len();
         let count = rows_of_group(rows);
         let parts = rows.div_ceil(count);
         for (part, row) in (0..rows).step_by(count).enumerate() {
-            let keys = keys.asking_for(part, parts);
+            let next = next.map(|tokens| Next { tokens, part, parts });
             if let Some(later) = later {
                 later.prefetch(self.simd, part, parts);
             }
+            let span = span.clone();
             // SAFETY: the caller's promise; so many rows are left.
             unsafe {
                 match count.min(rows - row) {
-                    1 => self.score::<K, 1>(row, keys),
-                    2 => self.score::<K, 2>(row, keys),
-                    3 => self.score::<K, 3>(row, keys),
-                    4 => self.score::<K, 4>(row, keys),
-                    5 => self.score::<K, 5>(row, keys),
-                    _ => self.score::<K, ROWS>(row, keys),
+                    1 => self.score::<M, 1>(row, keys, span, next),
+                    2 => self.score::<M, 2>(row, keys, span, next),
+                    3 => self.score::<M, 3>(row, keys, span, next),
+                    4 => self.score::<M, 4>(row, keys, span, next),
+                    5 => self.score::<M, 5>(row, keys, span, next),
+                    _ => self.score::<M, ROWS>(row, keys, span, next),
                 }
             }
         }
+    }
+
+    /// Turns all rows' dot products with the tile into weights.
+    pub(super) fn weigh<M: Method<S>>(&mut self) {
         // SAFETY: it asks for nothing.
-        unsafe { self.simd.call(Weigh(self)) };
+        unsafe { self.simd.call(Weigh(self, PhantomData::<M>)) };
+    }
+
+    /// Adds some of the tile's values, those of `span`, to all rows, weighted.
+    ///
+    /// # Safety
+    /// - The values are valid for reads of `value_dim` elements; so is `next`, or it is not there.
+    pub(super) unsafe fn weighted_sums<M: Method<S>>(
+        &mut self,
+        values: Tokens<M::Word>,
+        span: Range<usize>,
+        next: Option<Tokens<M::Word>>,
+    ) {
+        let rows = self.max.len();
+        let count = rows_of_group(rows);
+        let parts = rows.div_ceil(count);
         for (part, row) in (0..rows).step_by(count).enumerate() {
             let next = next.map(|tokens| Next { tokens, part, parts });
             // SAFETY: the caller's promise; so many rows are left.
-            unsafe { self.weighted_sums(row..(row + count).min(rows), values, next) };
+            unsafe { self.weighted_sums_of::<M>(row..(row + count).min(rows), values, &span, next) };
         }
     }
 
     /// Dot products of `R` rows from `row` on.
     ///
     /// # Safety
-    /// - As for `attend`.
-    unsafe fn score<T: Stored, const R: usize>(&mut self, row: usize, keys: Keys<T>) {
+    /// - As for `scores`.
+    unsafe fn score<M: Method<S>, const R: usize>(
+        &mut self,
+        row: usize,
+        keys: Keys<M::Word>,
+        span: Range<usize>,
+        next: Option<Next<M::Word>>,
+    ) {
         // Both ends grow with the row, so these are the first and last tokens that any row sees.
-        let seen = self.seen(row).start..self.seen(row + R - 1).end;
+        let seen = inside(self.seen(row).start..self.seen(row + R - 1).end, &span);
         if seen.is_empty() {
             return;
         }
-        let query = self.query[row * self.key_dim..][..R * self.key_dim].as_ptr();
-        let scores = self.scores[row * TILE..][..R * TILE].as_mut_ptr();
+        let words = self.key_words;
+        let query = self.query[row * words..][..R * words].as_ptr();
+        let scores = self.scores[row * TILE..][..R * TILE][span.start..].as_mut_ptr();
         // SAFETY: R rows of queries and scores; the caller's promise for stored keys. Packed ones
-        // are `dim` tiles.
+        // are `words` tiles.
         unsafe {
             match keys {
-                Keys::Stored(keys, next) => {
-                    self.simd.call(Score::<T, R> { query, keys, next, seen, dim: self.key_dim, scores });
+                Keys::Stored(keys) => {
+                    self.simd.call(Score::<M, _, R> {
+                        query,
+                        keys,
+                        next,
+                        seen,
+                        words,
+                        scores,
+                        method: PhantomData,
+                    });
                 }
-                Keys::Packed(keys, dim) => {
-                    let keys = keys[..dim * TILE].as_ptr();
-                    self.simd.call(Product::<R> { query, keys, seen, dim, scores });
+                Keys::Packed(keys, words) => {
+                    let keys = keys[..words * TILE].as_ptr();
+                    self.simd.call(Product::<M, R> { query, keys, seen, words, scores, method: PhantomData });
                 }
             }
         }
@@ -142,73 +168,83 @@ impl<S: Simd> Tile<'_, S> {
     /// others row by row, in ascending order.
     ///
     /// # Safety
-    /// - As for `attend`.
-    unsafe fn weighted_sums<T: Stored>(
+    /// - As for `weighted_sums`.
+    unsafe fn weighted_sums_of<M: Method<S>>(
         &mut self,
         rows: Range<usize>,
-        values: Tokens<T>,
-        next: Option<Next<T>>,
+        values: Tokens<M::Word>,
+        span: &Range<usize>,
+        next: Option<Next<M::Word>>,
     ) {
         let (first, last) = (self.seen(rows.start), self.seen(rows.end - 1));
-        let together = last.start..first.end;
         // SAFETY: the caller's promise.
         unsafe {
             if first == last {
-                return self.gather(rows, values, next, together);
+                return self.gather::<M>(rows, values, next, first, span);
             }
-            let together = if together.is_empty() { TILE..TILE } else { together };
+            // Whole words, of which no row sees a part.
+            let (start, end) =
+                (last.start.next_multiple_of(M::PER_WORD), first.end / M::PER_WORD * M::PER_WORD);
+            let together = if start < end { start..end } else { TILE..TILE };
             for row in rows.clone() {
                 let Range { start, end } = self.seen(row);
-                self.gather(row..row + 1, values, None, start..end.min(together.start));
+                self.gather::<M>(row..row + 1, values, None, start..end.min(together.start), span);
             }
-            self.gather(rows.clone(), values, next, together.clone());
+            self.gather::<M>(rows.clone(), values, next, together.clone(), span);
             for row in rows {
                 let Range { start, end } = self.seen(row);
-                self.gather(row..row + 1, values, None, start.max(together.end)..end);
+                self.gather::<M>(row..row + 1, values, None, start.max(together.end)..end, span);
             }
         }
     }
 
-    /// Adds the weighted values of the tokens `seen` to at most `ROWS` rows.
+    /// Adds the weighted values of the tokens `seen` and in `span` to at most `ROWS` rows.
     ///
     /// # Safety
-    /// - The values of `seen` are valid for reads of `value_dim`.
-    unsafe fn gather<T: Stored>(
+    /// - As for `weighted_sums`.
+    unsafe fn gather<M: Method<S>>(
         &mut self,
         rows: Range<usize>,
-        values: Tokens<T>,
-        next: Option<Next<T>>,
+        values: Tokens<M::Word>,
+        next: Option<Next<M::Word>>,
         seen: Range<usize>,
+        span: &Range<usize>,
     ) {
+        let seen = inside(seen, span);
         if seen.is_empty() {
             return;
         }
-        let dim = self.value_dim;
+        let (simd, dim) = (self.simd, self.value_dim);
         let acc = self.acc[rows.start * dim..rows.end * dim].as_mut_ptr();
-        let weights = self.scores[rows.start * TILE..rows.end * TILE].as_ptr();
+        let weights = self.scores[rows.start * TILE..rows.end * TILE][span.start / M::PER_WORD..].as_ptr();
         // SAFETY: `weights` and `acc` have so many rows; the caller's promise for the values.
         unsafe {
             match rows.len() {
-                1 => self.simd.call(Gather::<T, 1> { weights, values, next, seen, dim, acc }),
-                2 => self.simd.call(Gather::<T, 2> { weights, values, next, seen, dim, acc }),
-                3 => self.simd.call(Gather::<T, 3> { weights, values, next, seen, dim, acc }),
-                4 => self.simd.call(Gather::<T, 4> { weights, values, next, seen, dim, acc }),
-                5 => self.simd.call(Gather::<T, 5> { weights, values, next, seen, dim, acc }),
-                _ => self.simd.call(Gather::<T, ROWS> { weights, values, next, seen, dim, acc }),
+                1 => M::gather(simd, Gather::<_, 1> { weights, values, next, seen, dim, acc }),
+                2 => M::gather(simd, Gather::<_, 2> { weights, values, next, seen, dim, acc }),
+                3 => M::gather(simd, Gather::<_, 3> { weights, values, next, seen, dim, acc }),
+                4 => M::gather(simd, Gather::<_, 4> { weights, values, next, seen, dim, acc }),
+                5 => M::gather(simd, Gather::<_, 5> { weights, values, next, seen, dim, acc }),
+                _ => M::gather(simd, Gather::<_, ROWS> { weights, values, next, seen, dim, acc }),
             }
         }
     }
 }
 
-/// Turns all rows' dot products into weights.
-struct Weigh<'a, 'b, S>(&'a mut Tile<'b, S>);
+/// What of `seen` lies in `span`, from its begin on.
+fn inside(seen: Range<usize>, span: &Range<usize>) -> Range<usize> {
+    seen.start.max(span.start) - span.start..seen.end.min(span.end).saturating_sub(span.start)
+}
 
-impl<S: Simd> Job<S> for Weigh<'_, '_, S> {
+/// Turns all rows' dot products into weights.
+struct Weigh<'a, 'b, S, M>(&'a mut Tile<'b, S>, PhantomData<M>);
+
+impl<S: Simd, M: Method<S>> Job<S> for Weigh<'_, '_, S, M> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run(self, simd: S) {
-        let Self(tile) = self;
+        let Self(tile, _) = self;
         let (dim, group) = (tile.value_dim, tile.call.group());
         let (tiles, _) = tile.scores.as_chunks_mut();
         for query in 0..tile.max.len() / group {
@@ -234,7 +270,7 @@ impl<S: Simd> Job<S> for Weigh<'_, '_, S> {
                     sum: &mut tile.sum[row],
                     acc: &mut tile.acc[row * dim..][..dim],
                 };
-                row.weigh(simd);
+                row.weigh::<S, M>(simd);
             }
         }
     }

@@ -10,13 +10,13 @@ pub(super) const TILE: usize = 64;
 /// Bytes that memory moves together.
 pub(super) const CACHE_LINE: usize = 64;
 
-/// Token `i` of the tile lies at `base + offsets[i]` bytes.
+/// Some tokens of a tile: number `i` lies at `base + offsets[i]` bytes.
 #[derive(Clone, Copy)]
 pub(super) struct Tokens<'a, T> {
     /// Where offsets start.
     pub(super) base: *const u8,
-    /// Bytes, one per token of the tile.
-    pub(super) offsets: &'a [usize; TILE],
+    /// Bytes, one per token.
+    pub(super) offsets: &'a [usize],
     /// What lies there.
     pub(super) stored: PhantomData<T>,
 }

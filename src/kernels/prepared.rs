@@ -1,0 +1,107 @@
+//! Tiles made ready before they are used: for many rows, and for elements that are no whole vectors.
+
+use std::marker::PhantomData;
+
+use super::method::Method;
+use super::pack::{Pack, Widen};
+use super::pass::Rows;
+use super::places::{PairOfScales, Places};
+use super::scratch::Scratch;
+use super::simd::Simd;
+use super::tile::Keys;
+use super::tokens::{Later, TILE, Tokens};
+
+/// One tile in f32, padded with zeros to whole vectors.
+pub(super) struct Prepared<S, M> {
+    /// `[TILE, key_dim]`; not there if keys are packed straight from where they lie.
+    keys: Option<Scratch>,
+    /// `[key_dim, TILE]`; not there if few rows use the tile.
+    packed: Option<Scratch>,
+    /// `[TILE, value_dim]`: in one place also where nothing is widened, since rows that lie pages
+    /// apart cost more each time than the copy costs once.
+    values: Scratch,
+    key_offsets: [usize; TILE],
+    value_offsets: [usize; TILE],
+    method: PhantomData<(S, M)>,
+}
+
+impl<S: Simd, M: Method<S>> Prepared<S, M> {
+    /// What the tiles of a pass need, if anything.
+    pub(super) fn new(prefill: bool, padded: bool, key_dim: usize, value_dim: usize) -> Option<Self> {
+        let offsets = |dim: usize| std::array::from_fn(|token| token * dim * size_of::<f32>());
+        (prefill || padded).then(|| Self {
+            keys: padded.then(|| Scratch::zeros(TILE * key_dim)),
+            packed: prefill.then(|| Scratch::zeros(TILE * key_dim)),
+            values: Scratch::zeros(TILE * value_dim),
+            key_offsets: offsets(key_dim),
+            value_offsets: offsets(value_dim),
+            method: PhantomData,
+        })
+    }
+
+    /// All keys at hand, tile by tile.
+    pub(super) fn attend(&mut self, places: &Places, scales: &mut PairOfScales, rows: &mut Rows<S>) {
+        let kv_heads = rows.block.num_kv_heads;
+        let tiles = places.tiles();
+        let step = |i: usize| (tiles.start + i / kv_heads, i % kv_heads);
+        let steps = tiles.len() * kv_heads;
+        for i in 0..steps {
+            self.tile(places, scales, rows, step(i), (i + 1 < steps).then(|| step(i + 1)));
+        }
+    }
+
+    /// All rows of one KV head of the block over one tile: each step for all of them before the next,
+    /// so that keys, then values, stay in the nearest cache.
+    fn tile(
+        &mut self,
+        places: &Places,
+        scales: &mut PairOfScales,
+        rows: &mut Rows<S>,
+        (tile, kv_head): (usize, usize),
+        next: Option<(usize, usize)>,
+    ) {
+        let Rows { simd, call, block, .. } = *rows;
+        let (key_dim, value_dim) = (call.key_pages.layout().head_dim, call.value_pages.layout().head_dim);
+        let head_of = |kv_head| block.first_kv_head + kv_head;
+        let place = |(tile, kv_head)| {
+            let kv_head = head_of(kv_head);
+            (places.keys::<M::Word>(kv_head, tile, 0..TILE), places.values::<M::Word>(kv_head, tile, 0..TILE))
+        };
+        let (keys, values) = place((tile, kv_head));
+        let asked = if call.value_in_key() { 0 } else { value_dim };
+        let later = next.map(place);
+        let later = later.map(|(keys, values)| Later { keys, values, key_dim, value_dim: asked });
+        let next = next.map(|(tile, kv_head)| (tile, head_of(kv_head)));
+        let scales = scales.of(simd, (tile, head_of(kv_head)), next);
+        // SAFETY: offsets name slots of the pools, checked where they were located, of these dims;
+        // buffers hold a tile of whole vectors, and what is packed without one has whole vectors itself.
+        unsafe {
+            let wide_keys = self.keys.as_mut().map(|into| {
+                simd.call(Widen { tokens: keys, dim: key_dim, into });
+                in_buffer(into, &self.key_offsets)
+            });
+            if let Some(into) = &mut self.packed {
+                match wide_keys {
+                    Some(tokens) => simd.call(Pack { tokens, dim: rows.key_words, into }),
+                    None => simd.call(Pack { tokens: keys, dim: key_dim, into }),
+                }
+            }
+            simd.call(Widen { tokens: values, dim: value_dim, into: &mut self.values });
+            let values = in_buffer(&self.values, &self.value_offsets);
+            let keys = match (&self.packed, wide_keys) {
+                (Some(packed), _) => Keys::Packed(packed, key_dim),
+                (None, Some(keys)) => Keys::Stored(keys),
+                (None, None) => unreachable!("tiles are packed, or padded"),
+            };
+            let mut tile = rows.tile(kv_head, tile, scales);
+            tile.scores::<M::Prepared, M::Word>(keys, 0..TILE, None, later.as_ref());
+            tile.weigh::<M::Prepared>();
+            tile.weighted_sums::<M::Prepared>(values, 0..TILE, None);
+        }
+    }
+}
+
+/// The tokens of a buffer of f32.
+fn in_buffer<'a>(buffer: &Scratch, offsets: &'a [usize; TILE]) -> Tokens<'a, f32> {
+    Tokens { base: buffer.as_ptr().cast(), offsets, stored: PhantomData }
+}
