@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use super::simd::{Job, Simd, Stored, load};
-use super::tokens::{CACHE_LINE, Next, TILE, Tokens, prefetch};
+use super::tokens::{CACHE_LINE, Next, Tokens, prefetch};
 
 /// `acc[r][c] += Σ weights[r][k] · value[k][c]` for `R` rows, all columns and the tokens `seen`, of
 /// some in a tile, in ascending order whatever `R`; columns are parted as `T` is.
@@ -14,8 +14,8 @@ use super::tokens::{CACHE_LINE, Next, TILE, Tokens, prefetch};
 /// - `weights` is valid for reads of the weights of `seen` in each of `R` rows, a tile apart, `acc` for reads and writes of `R` rows of `dim`, a
 ///   multiple of `LANES`.
 /// - The values of `seen` are valid for reads of `dim` elements.
-pub(super) struct Gather<'a, T, const R: usize> {
-    /// `R` rows of a tile.
+pub(super) struct Gather<'a, T, const R: usize, const N: usize> {
+    /// `R` rows of a tile of `N`.
     pub(super) weights: *const f32,
     pub(super) values: Tokens<'a, T>,
     /// What will be asked for after this.
@@ -26,7 +26,7 @@ pub(super) struct Gather<'a, T, const R: usize> {
     pub(super) acc: *mut f32,
 }
 
-impl<S: Simd, T: Stored, const R: usize> Job<S> for Gather<'_, T, R> {
+impl<S: Simd, T: Stored, const R: usize, const N: usize> Job<S> for Gather<'_, T, R, N> {
     type Output = ();
 
     #[inline(always)]
@@ -58,7 +58,7 @@ impl<S: Simd, T: Stored, const R: usize> Job<S> for Gather<'_, T, R> {
     }
 }
 
-impl<T: Stored, const R: usize> Gather<'_, T, R> {
+impl<T: Stored, const R: usize, const N: usize> Gather<'_, T, R, N> {
     /// `C` vectors of columns: an even number from an even one on, or the last of an odd number.
     ///
     /// # Safety
@@ -123,6 +123,6 @@ impl<T: Stored, const R: usize> Gather<'_, T, R> {
     #[inline(always)]
     unsafe fn weight<S: Simd>(&self, simd: S, row: usize, token: usize) -> S::F32 {
         // SAFETY: the caller's promise.
-        simd.splat(unsafe { *self.weights.add(row * TILE + token) })
+        simd.splat(unsafe { *self.weights.add(row * N + token) })
     }
 }

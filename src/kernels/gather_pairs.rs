@@ -5,7 +5,7 @@
 use super::gather::Gather;
 use super::pairs::Pairs;
 use super::simd::Job;
-use super::tokens::{CACHE_LINE, TILE, prefetch};
+use super::tokens::{CACHE_LINE, prefetch};
 
 /// A [`Gather`] of values that are words of two bfloat16, with weights that are words of two tokens: the
 /// tokens go two by two, from even numbers on. `dim` counts columns, and `acc` is zipped.
@@ -13,16 +13,22 @@ use super::tokens::{CACHE_LINE, TILE, prefetch};
 /// # Safety (of running it)
 /// - What [`Gather`] asks for; `dim` is a multiple of `2 * LANES`.
 /// - The weight of a token that is not of `seen`, but in a word with one that is, is finite.
-pub(super) struct TwoByTwo<'a, const R: usize>(pub(super) Gather<'a, f32, R>);
+pub(super) struct TwoByTwo<'a, const R: usize, const N: usize>(pub(super) Gather<'a, f32, R, N>);
 
-impl<S: Pairs, const R: usize> Job<S> for TwoByTwo<'_, R> {
+impl<S: Pairs, const R: usize, const N: usize> Job<S> for TwoByTwo<'_, R, N> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run(self, simd: S) {
         let blocks = self.0.dim / (2 * S::LANES);
         // As many sums as registers hold beside weights and values.
-        let most = if R <= 3 { 4 } else { 2 };
+        let most = if R <= 3 {
+            4
+        } else if R <= 6 {
+            2
+        } else {
+            1
+        };
         let mut block = 0;
         while block < blocks {
             let mut count = most;
@@ -42,7 +48,7 @@ impl<S: Pairs, const R: usize> Job<S> for TwoByTwo<'_, R> {
     }
 }
 
-impl<const R: usize> TwoByTwo<'_, R> {
+impl<const R: usize, const N: usize> TwoByTwo<'_, R, N> {
     /// `B` blocks of two vectors of columns.
     ///
     /// # Safety
@@ -72,19 +78,24 @@ impl<const R: usize> TwoByTwo<'_, R> {
                     prefetch::<S, f32, B>(simd, next.at(token), word * size_of::<f32>());
                 }
             }
+            // One token after the other, as they lie. What is not seen is not read: it may be no number.
+            let mut loaded = [[zero; B]; 2];
+            for (token, loaded) in tokens.into_iter().zip(&mut loaded) {
+                if seen.contains(&token) {
+                    let value = values.at(token).wrapping_add(word);
+                    for b in 0..B {
+                        // SAFETY: the caller's promise for this token's value.
+                        loaded[b] = unsafe { simd.load(value.wrapping_add(b * S::LANES)) };
+                    }
+                }
+            }
             let mut zipped = [[zero; 2]; B];
             for b in 0..B {
-                // What is not seen is not read: it may be no number.
-                let value = |token| {
-                    let value = values.at(token).wrapping_add(word + b * S::LANES);
-                    // SAFETY: the caller's promise for this token's value.
-                    if seen.contains(&token) { unsafe { simd.load(value) } } else { zero }
-                };
-                zipped[b] = simd.zip(value(tokens[0]), value(tokens[1]));
+                zipped[b] = simd.zip(loaded[0][b], loaded[1][b]);
             }
             for r in 0..R {
                 // SAFETY: the caller's promise for `weights`.
-                let weight = simd.splat(unsafe { *weights.add(r * TILE + pair) });
+                let weight = simd.splat(unsafe { *weights.add(r * N + pair) });
                 for b in 0..B {
                     for half in 0..2 {
                         sums[r][b][half] = simd.dot(weight, zipped[b][half], sums[r][b][half]);

@@ -10,6 +10,9 @@ use super::pairs::Pairs;
 use super::simd::{Simd, Stored};
 use crate::dtype::Element;
 
+/// Rows that go through a packed tile together, at most.
+pub(super) const PACKED_ROWS: usize = 6;
+
 /// What attention multiplies by what.
 pub(super) trait Method<S: Simd> {
     /// What pages hold.
@@ -20,6 +23,8 @@ pub(super) trait Method<S: Simd> {
     type Prepared: Method<S, Word = f32>;
     /// Elements in a word.
     const PER_WORD: usize;
+    /// Rows of queries that go through a tile together, at most: 6, or 8 where registers allow.
+    const ROWS: usize;
 
     /// `c` plus the products of the elements of `a`'s words and of `b`'s.
     fn multiply_add(simd: S, a: S::F32, b: S::F32, c: S::F32) -> S::F32;
@@ -27,7 +32,7 @@ pub(super) trait Method<S: Simd> {
     ///
     /// # Safety
     /// - What [`Gather`] asks for; weights are those that [`store_weights`](Self::store_weights) stored.
-    unsafe fn gather<const R: usize>(simd: S, job: Gather<Self::Word, R>);
+    unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<Self::Word, R, N>);
     /// Stores the weights of tokens `i..i + LANES` of a row, of which there are at most as many as that
     /// row has floats: two in a word where a word holds two.
     ///
@@ -44,13 +49,14 @@ impl<S: Simd, T: Stored> Method<S> for Widened<T> {
     type Word = T;
     type Prepared = Widened<f32>;
     const PER_WORD: usize = 1;
+    const ROWS: usize = PACKED_ROWS;
 
     #[inline(always)]
     fn multiply_add(simd: S, a: S::F32, b: S::F32, c: S::F32) -> S::F32 {
         simd.mul_add(a, b, c)
     }
 
-    unsafe fn gather<const R: usize>(simd: S, job: Gather<T, R>) {
+    unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<T, R, N>) {
         // SAFETY: the caller's promise.
         unsafe { simd.call(job) }
     }
@@ -70,13 +76,14 @@ impl<S: Pairs> Method<S> for Paired {
     type Word = f32;
     type Prepared = Self;
     const PER_WORD: usize = 2;
+    const ROWS: usize = 8;
 
     #[inline(always)]
     fn multiply_add(simd: S, a: S::F32, b: S::F32, c: S::F32) -> S::F32 {
         simd.dot(a, b, c)
     }
 
-    unsafe fn gather<const R: usize>(simd: S, job: Gather<f32, R>) {
+    unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<f32, R, N>) {
         // SAFETY: the caller's promise.
         unsafe { simd.call(TwoByTwo(job)) }
     }

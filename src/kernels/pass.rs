@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::flash::{Block, Call, SPLIT};
-use super::method::Method;
+use super::method::{Method, PACKED_ROWS};
 use super::places::{PairOfScales, Places};
 use super::prepared::Prepared;
 use super::query;
@@ -11,8 +11,8 @@ use super::scales::TileScales;
 use super::scratch::Scratch;
 use super::simd::{Simd, Stored};
 use super::state::{Order, State};
-use super::tile::Tile;
-use super::tokens::TILE;
+use super::tile::{Tile, rows_of_group};
+use super::tokens::{SHORT_TILE, TILE};
 use super::walk;
 use crate::dtype::Element;
 
@@ -30,12 +30,13 @@ pub(super) struct Rows<'a, S> {
     pub(super) simd: S,
     pub(super) call: &'a Call<'a>,
     pub(super) block: &'a Block<'a>,
-    /// Rows of each KV head.
+    /// Rows of each KV head, and those of them that go through a tile together.
     rows: usize,
+    at_once: usize,
     /// `[kv_heads, rows, key_words]` in the order of [`State`], as words of the method, padded with
     /// zeros, inside each group of rows in the order in which its keys are taken.
     query: Scratch,
-    /// `[kv_heads, rows, TILE]`: dot products, then weights.
+    /// `[kv_heads, rows, tokens of a tile]`: dot products, then weights.
     scores: Scratch,
     /// Words of a key and elements of a value, rounded up to whole vectors.
     pub(super) key_words: usize,
@@ -45,24 +46,25 @@ pub(super) struct Rows<'a, S> {
 
 impl<S: Simd> Rows<'_, S> {
     /// Those of one KV head of the block before one tile.
-    pub(super) fn tile<'t>(
+    pub(super) fn tile<'t, const N: usize>(
         &'t mut self,
         kv_head: usize,
         tile: usize,
         scales: Option<TileScales<'t>>,
-    ) -> Tile<'t, S> {
+    ) -> Tile<'t, S, N> {
         let Self { rows, key_words, value_dim, .. } = *self;
         Tile {
             simd: self.simd,
             call: self.call,
             block: self.block,
             first_head: (self.block.first_kv_head + kv_head) * self.call.group(),
-            start: tile * TILE,
+            start: tile * N,
             query: &self.query[kv_head * rows * key_words..][..rows * key_words],
             key_words,
             value_dim,
+            at_once: self.at_once,
             scales,
-            scores: &mut self.scores[kv_head * rows * TILE..][..rows * TILE],
+            scores: &mut self.scores[kv_head * rows * N..][..rows * N],
             acc: &mut self.state.acc[kv_head * rows * value_dim..][..rows * value_dim],
             max: &mut self.state.max[kv_head * rows..][..rows],
             sum: &mut self.state.sum[kv_head * rows..][..rows],
@@ -89,6 +91,7 @@ impl<'a, S: Simd, M: Method<S>> Pass<'a, S, M> {
             (false, _) => Order::Zipped(S::LANES),
         };
         let rows = call.group() * block.num_queries;
+        let at_once = rows_of_group(rows, if block.prefill { PACKED_ROWS } else { M::ROWS });
         Self {
             places: Places::new(call),
             scales: PairOfScales::new::<M::Word>(call),
@@ -97,8 +100,11 @@ impl<'a, S: Simd, M: Method<S>> Pass<'a, S, M> {
                 call,
                 block,
                 rows,
-                query: query::load::<S, M>(simd, call, block, key_words, order),
-                scores: Scratch::zeros(block.num_kv_heads * rows * TILE),
+                at_once,
+                query: query::load::<S, M>(simd, call, block, key_words, at_once, order),
+                scores: Scratch::zeros(
+                    block.num_kv_heads * rows * if block.prefill { TILE } else { SHORT_TILE },
+                ),
                 key_words,
                 value_dim,
                 state: State::new(block.rows(call), value_dim, order),
@@ -122,7 +128,8 @@ impl<'a, S: Simd, M: Method<S>> Pass<'a, S, M> {
                     self.places.locate(block, keys, &mut self.scales);
                     let Self { places, scales, rows, prepared } = &mut self;
                     match prepared {
-                        Some(prepared) => prepared.attend(places, scales, rows),
+                        Some(prepared) if block.prefill => prepared.attend::<TILE>(places, scales, rows),
+                        Some(prepared) => prepared.attend::<SHORT_TILE>(places, scales, rows),
                         None => walk::attend::<S, M>(places, scales, rows),
                     }
                 }

@@ -28,19 +28,19 @@ impl PairOfScales {
         Self(Scales::pair::<T>(&call.key_pages, &call.value_pages))
     }
 
-    /// Brings those of a tile in one head, and asks for those of the next.
+    /// Brings those of a tile's tokens in one head, and asks for those of the next.
     pub(super) fn of<S: Simd>(
         &mut self,
         simd: S,
-        (tile, kv_head): (usize, usize),
-        next: Option<(usize, usize)>,
+        (tokens, kv_head): (Range<usize>, usize),
+        next: Option<(Range<usize>, usize)>,
     ) -> Option<TileScales<'_>> {
         let [key, value] = &mut **self.0.as_mut()?;
         for scales in [&mut *key, &mut *value] {
-            if let Some((tile, kv_head)) = next {
-                scales.prefetch(simd, kv_head, tile);
+            if let Some((tokens, kv_head)) = &next {
+                scales.prefetch(simd, *kv_head, tokens.clone());
             }
-            scales.take(kv_head, tile);
+            scales.take(kv_head, tokens.clone());
         }
         Some(TileScales { key: &key.tile, value: &value.tile })
     }
@@ -56,9 +56,9 @@ impl<'a> Places<'a> {
         Self { call, keys: 0..0, key_offsets: [0; SPLIT], value_offsets: [0; SPLIT] }
     }
 
-    /// Tiles in which the keys at hand lie, by number from the sequence's begin.
-    pub(super) fn tiles(&self) -> Range<usize> {
-        self.keys.start / TILE..self.keys.end.div_ceil(TILE)
+    /// Tiles of so many tokens in which the keys at hand lie, by number from the sequence's begin.
+    pub(super) fn tiles(&self, tokens: usize) -> Range<usize> {
+        self.keys.start / tokens..self.keys.end.div_ceil(tokens)
     }
 
     /// Looks up where the tokens lie. Those that nobody needs get the address of one that somebody
@@ -97,24 +97,23 @@ impl<'a> Places<'a> {
         self.keys = keys;
     }
 
-    /// Some tokens of a tile's keys in one head.
-    pub(super) fn keys<T>(&self, kv_head: usize, tile: usize, span: Range<usize>) -> Tokens<'_, T> {
-        tokens(&self.call.key_pages, kv_head, &self.key_offsets, tile, span)
+    /// Keys in one head, of tokens in one tile; those not at hand have places too.
+    pub(super) fn keys<T>(&self, kv_head: usize, tokens: Range<usize>) -> Tokens<'_, T> {
+        tokens_of(&self.call.key_pages, kv_head, &self.key_offsets, tokens)
     }
 
-    /// Some tokens of a tile's values in one head.
-    pub(super) fn values<T>(&self, kv_head: usize, tile: usize, span: Range<usize>) -> Tokens<'_, T> {
-        tokens(&self.call.value_pages, kv_head, &self.value_offsets, tile, span)
+    /// Values in one head, likewise.
+    pub(super) fn values<T>(&self, kv_head: usize, tokens: Range<usize>) -> Tokens<'_, T> {
+        tokens_of(&self.call.value_pages, kv_head, &self.value_offsets, tokens)
     }
 }
 
-fn tokens<'a, T>(
+fn tokens_of<'a, T>(
     pages: &PagesView,
     kv_head: usize,
     offsets: &'a [usize; SPLIT],
-    tile: usize,
-    span: Range<usize>,
+    tokens: Range<usize>,
 ) -> Tokens<'a, T> {
-    let offsets = &offsets[tile * TILE % SPLIT..][..TILE][span];
+    let offsets = &offsets[tokens.start % SPLIT..][..tokens.len()];
     Tokens { base: pages.slot(0, kv_head, 0), offsets, stored: PhantomData }
 }

@@ -40,19 +40,24 @@ impl<S: Simd, M: Method<S>> Prepared<S, M> {
     }
 
     /// All keys at hand, tile by tile.
-    pub(super) fn attend(&mut self, places: &Places, scales: &mut PairOfScales, rows: &mut Rows<S>) {
+    pub(super) fn attend<const N: usize>(
+        &mut self,
+        places: &Places,
+        scales: &mut PairOfScales,
+        rows: &mut Rows<S>,
+    ) {
         let kv_heads = rows.block.num_kv_heads;
-        let tiles = places.tiles();
+        let tiles = places.tiles(N);
         let step = |i: usize| (tiles.start + i / kv_heads, i % kv_heads);
         let steps = tiles.len() * kv_heads;
         for i in 0..steps {
-            self.tile(places, scales, rows, step(i), (i + 1 < steps).then(|| step(i + 1)));
+            self.tile::<N>(places, scales, rows, step(i), (i + 1 < steps).then(|| step(i + 1)));
         }
     }
 
     /// All rows of one KV head of the block over one tile: each step for all of them before the next,
     /// so that keys, then values, stay in the nearest cache.
-    fn tile(
+    fn tile<const N: usize>(
         &mut self,
         places: &Places,
         scales: &mut PairOfScales,
@@ -63,22 +68,22 @@ impl<S: Simd, M: Method<S>> Prepared<S, M> {
         let Rows { simd, call, block, .. } = *rows;
         let (key_dim, value_dim) = (call.key_pages.layout().head_dim, call.value_pages.layout().head_dim);
         let head_of = |kv_head| block.first_kv_head + kv_head;
-        let place = |(tile, kv_head)| {
-            let kv_head = head_of(kv_head);
-            (places.keys::<M::Word>(kv_head, tile, 0..TILE), places.values::<M::Word>(kv_head, tile, 0..TILE))
+        let at = |(tile, kv_head): (usize, usize)| (tile * N..(tile + 1) * N, head_of(kv_head));
+        let place = |step| {
+            let (tokens, kv_head) = at(step);
+            (places.keys::<M::Word>(kv_head, tokens.clone()), places.values::<M::Word>(kv_head, tokens))
         };
         let (keys, values) = place((tile, kv_head));
         let asked = if call.value_in_key() { 0 } else { value_dim };
-        let later = next.map(place);
-        let later = later.map(|(keys, values)| Later { keys, values, key_dim, value_dim: asked });
-        let next = next.map(|(tile, kv_head)| (tile, head_of(kv_head)));
-        let scales = scales.of(simd, (tile, head_of(kv_head)), next);
+        let later = next.map(place).map(|(keys, values)| Later { keys, values, key_dim, value_dim: asked });
+        let scales = scales.of(simd, at((tile, kv_head)), next.map(at));
         // SAFETY: offsets name slots of the pools, checked where they were located, of these dims;
         // buffers hold a tile of whole vectors, and what is packed without one has whole vectors itself.
         unsafe {
             let wide_keys = self.keys.as_mut().map(|into| {
+                let into = &mut into[..N * rows.key_words];
                 simd.call(Widen { tokens: keys, dim: key_dim, into });
-                in_buffer(into, &self.key_offsets)
+                in_buffer(into, &self.key_offsets[..N])
             });
             if let Some(into) = &mut self.packed {
                 match wide_keys {
@@ -86,22 +91,22 @@ impl<S: Simd, M: Method<S>> Prepared<S, M> {
                     None => simd.call(Pack { tokens: keys, dim: key_dim, into }),
                 }
             }
-            simd.call(Widen { tokens: values, dim: value_dim, into: &mut self.values });
-            let values = in_buffer(&self.values, &self.value_offsets);
+            simd.call(Widen { tokens: values, dim: value_dim, into: &mut self.values[..N * rows.value_dim] });
+            let values = in_buffer(&self.values, &self.value_offsets[..N]);
             let keys = match (&self.packed, wide_keys) {
                 (Some(packed), _) => Keys::Packed(packed, key_dim),
                 (None, Some(keys)) => Keys::Stored(keys),
                 (None, None) => unreachable!("tiles are packed, or padded"),
             };
-            let mut tile = rows.tile(kv_head, tile, scales);
-            tile.scores::<M::Prepared, M::Word>(keys, 0..TILE, None, later.as_ref());
+            let mut tile = rows.tile::<N>(kv_head, tile, scales);
+            tile.scores::<M::Prepared, M::Word>(keys, None, later.as_ref());
             tile.weigh::<M::Prepared>();
-            tile.weighted_sums::<M::Prepared>(values, 0..TILE, None);
+            tile.weighted_sums::<M::Prepared>(values, None);
         }
     }
 }
 
 /// The tokens of a buffer of f32.
-fn in_buffer<'a>(buffer: &Scratch, offsets: &'a [usize; TILE]) -> Tokens<'a, f32> {
+fn in_buffer<'a>(buffer: &[f32], offsets: &'a [usize]) -> Tokens<'a, f32> {
     Tokens { base: buffer.as_ptr().cast(), offsets, stored: PhantomData }
 }

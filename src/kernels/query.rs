@@ -12,7 +12,6 @@ use super::rows::load_row;
 use super::scratch::Scratch;
 use super::simd::{Simd, Stored, part_neighbours};
 use super::state::Order;
-use super::tile::rows_of_group;
 use super::tokens::{CACHE_LINE, TILE, Tokens};
 use crate::dtype::DType;
 use crate::storage::RowsView;
@@ -28,11 +27,11 @@ pub(super) fn load<S: Simd, M: Method<S>>(
     call: &Call,
     block: &Block,
     key_words: usize,
+    at_once: usize,
     order: Order,
 ) -> Scratch {
     let (group, head_dim) = (call.group(), call.query.shape()[2]);
     let rows = group * block.num_queries;
-    let at_once = rows_of_group(rows);
     let mut query = Scratch::zeros(rows * block.num_kv_heads * key_words);
     let mut one = Scratch::zeros(key_words);
     for row in 0..rows * block.num_kv_heads {

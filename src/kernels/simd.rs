@@ -130,6 +130,18 @@ pub(super) trait Simd: Copy + Send + Sync {
     /// # Safety
     /// - `to` is valid for writes of 4 elements; any alignment.
     unsafe fn sum_four(self, to: *mut f32, a: [Self::F32; 4]);
+    /// Stores the sums of all lanes of sixteen vectors, each as [`sum_four`](Self::sum_four) has it. This
+    /// body is the definition: sets with vectors as long override it.
+    ///
+    /// # Safety
+    /// - `to` is valid for writes of 16 elements; any alignment.
+    #[inline(always)]
+    unsafe fn sum_sixteen(self, to: *mut f32, a: [Self::F32; 16]) {
+        for i in (0..16).step_by(4) {
+            // SAFETY: the caller's promise.
+            unsafe { self.sum_four(to.add(i), [a[i], a[i + 1], a[i + 2], a[i + 3]]) }
+        }
+    }
     /// Lane `j` of vector `i` becomes lane `i` of vector `j`, for the first `LANES` vectors.
     fn transpose(self, rows: &mut [Self::F32; MOST_LANES]);
     /// Asks for the cache line at an address, which need not be valid.

@@ -6,7 +6,6 @@ use super::math::{exp, tanh};
 use super::method::Method;
 use super::scales::TileScales;
 use super::simd::Simd;
-use super::tokens::TILE;
 
 /// How a dot product becomes a logit.
 #[derive(Clone, Copy, Debug)]
@@ -22,8 +21,8 @@ pub(super) struct Logit {
 }
 
 /// One row's dot products with a tile, and what it has seen before.
-pub(super) struct Row<'a> {
-    pub(super) scores: &'a mut [f32; TILE],
+pub(super) struct Row<'a, const N: usize> {
+    pub(super) scores: &'a mut [f32; N],
     /// The products that count: not empty, inside the tile. Weights outside become 0 or stay.
     pub(super) seen: Range<usize>,
     pub(super) logit: Logit,
@@ -35,16 +34,16 @@ pub(super) struct Row<'a> {
     pub(super) acc: &'a mut [f32],
 }
 
-impl Row<'_> {
+impl<const N: usize> Row<'_, N> {
     /// Turns dot products into weights relative to the new maximum (times the scales of values), and
     /// carries the running sums over to it.
     #[inline(always)]
     pub(super) fn weigh<S: Simd, M: Method<S>>(self, simd: S) {
         let Self { seen, logit, scales, .. } = self;
         let scores = self.scores.as_mut_ptr();
-        let vectors = (seen.start / S::LANES * S::LANES..seen.end.min(TILE)).step_by(S::LANES);
+        let vectors = (seen.start / S::LANES * S::LANES..seen.end.min(N)).step_by(S::LANES);
         let (start, end) = (simd.splat(seen.start as f32), simd.splat(seen.end as f32));
-        let whole = seen.start == 0 && seen.end == TILE;
+        let whole = seen.start == 0 && seen.end == N;
         let masked = simd.splat(f32::NEG_INFINITY);
         let scale = simd.splat(logit.scale);
         let mut max = masked;

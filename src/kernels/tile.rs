@@ -13,26 +13,23 @@ use super::simd::{Job, Simd};
 use super::softmax::{Logit, Row};
 use super::tokens::{Later, Next, TILE, Tokens};
 
-/// Rows of queries that go through a tile together.
-const ROWS: usize = 6;
-
-/// Rows of each group that goes through a tile together: at most `ROWS`, as equally as can be. The
-/// last group may be smaller.
-pub(super) fn rows_of_group(rows: usize) -> usize {
-    rows.div_ceil(rows.div_ceil(ROWS))
+/// Rows that go through a tile together: at most `most`, in groups as equal as can be. The last group may
+/// be smaller.
+pub(super) fn rows_of_group(rows: usize, most: usize) -> usize {
+    rows.div_ceil(rows.div_ceil(most))
 }
 
 /// Keys of a tile.
 #[derive(Clone, Copy)]
 pub(super) enum Keys<'a, T> {
-    /// Some of them, where they lie.
+    /// Where they lie.
     Stored(Tokens<'a, T>),
-    /// All of them, as words of this many elements of dims, transposed: `[words, TILE]`.
+    /// Transposed: `[words, TILE]`, and so many words.
     Packed(&'a [f32], usize),
 }
 
-/// The rows of one KV head on their way through one tile.
-pub(super) struct Tile<'a, S> {
+/// The rows of one KV head on their way through one tile of `N` keys.
+pub(super) struct Tile<'a, S, const N: usize> {
     pub(super) simd: S,
     pub(super) call: &'a Call<'a>,
     pub(super) block: &'a Block<'a>,
@@ -40,6 +37,8 @@ pub(super) struct Tile<'a, S> {
     pub(super) first_head: usize,
     /// Position of the tile's first key.
     pub(super) start: usize,
+    /// Rows that go through the tile together.
+    pub(super) at_once: usize,
     /// `[rows, key_words]`, inside each group in the order in which its keys are taken.
     pub(super) query: &'a [f32],
     /// Words of a key and elements of a value, rounded up to whole vectors.
@@ -47,7 +46,7 @@ pub(super) struct Tile<'a, S> {
     pub(super) value_dim: usize,
     /// Of quantised keys and values.
     pub(super) scales: Option<TileScales<'a>>,
-    /// `[rows, TILE]`: dot products, then weights.
+    /// `[rows, N]`: dot products, then weights.
     pub(super) scores: &'a mut [f32],
     /// The rows' part of [`State`](super::state::State).
     pub(super) acc: &'a mut [f32],
@@ -55,36 +54,39 @@ pub(super) struct Tile<'a, S> {
     pub(super) sum: &'a mut [f32],
 }
 
-impl<S: Simd> Tile<'_, S> {
-    /// Dot products of all rows with some of the tile's keys, those of `span`.
+impl<S: Simd, const N: usize> Tile<'_, S, N> {
+    /// Dot products of all rows with the tile's keys.
     ///
     /// # Safety
     /// - Every token of stored keys is valid for reads of `key_words`; so is `next`, or it is not there.
     pub(super) unsafe fn scores<M: Method<S>, L>(
         &mut self,
         keys: Keys<M::Word>,
-        span: Range<usize>,
         next: Option<Tokens<M::Word>>,
         later: Option<&Later<L>>,
     ) {
-        let rows = self.max.len();
-        let count = rows_of_group(rows);
+        let (rows, count) = (self.max.len(), self.at_once);
         let parts = rows.div_ceil(count);
         for (part, row) in (0..rows).step_by(count).enumerate() {
             let next = next.map(|tokens| Next { tokens, part, parts });
             if let Some(later) = later {
                 later.prefetch(self.simd, part, parts);
             }
-            let span = span.clone();
             // SAFETY: the caller's promise; so many rows are left.
             unsafe {
                 match count.min(rows - row) {
-                    1 => self.score::<M, 1>(row, keys, span, next),
-                    2 => self.score::<M, 2>(row, keys, span, next),
-                    3 => self.score::<M, 3>(row, keys, span, next),
-                    4 => self.score::<M, 4>(row, keys, span, next),
-                    5 => self.score::<M, 5>(row, keys, span, next),
-                    _ => self.score::<M, ROWS>(row, keys, span, next),
+                    1 => self.score::<M, 1>(row, keys, next),
+                    2 => self.score::<M, 2>(row, keys, next),
+                    3 => self.score::<M, 3>(row, keys, next),
+                    4 => self.score::<M, 4>(row, keys, next),
+                    5 => self.score::<M, 5>(row, keys, next),
+                    6 => self.score::<M, 6>(row, keys, next),
+                    // Not compiled for methods that never need them.
+                    rows if M::ROWS > 6 => match rows {
+                        7 => self.score::<M, 7>(row, keys, next),
+                        _ => self.score::<M, 8>(row, keys, next),
+                    },
+                    rows => unreachable!("{rows} rows"),
                 }
             }
         }
@@ -96,23 +98,21 @@ impl<S: Simd> Tile<'_, S> {
         unsafe { self.simd.call(Weigh(self, PhantomData::<M>)) };
     }
 
-    /// Adds some of the tile's values, those of `span`, to all rows, weighted.
+    /// Adds the tile's values to all rows, weighted.
     ///
     /// # Safety
     /// - The values are valid for reads of `value_dim` elements; so is `next`, or it is not there.
     pub(super) unsafe fn weighted_sums<M: Method<S>>(
         &mut self,
         values: Tokens<M::Word>,
-        span: Range<usize>,
         next: Option<Tokens<M::Word>>,
     ) {
-        let rows = self.max.len();
-        let count = rows_of_group(rows);
+        let (rows, count) = (self.max.len(), self.at_once);
         let parts = rows.div_ceil(count);
         for (part, row) in (0..rows).step_by(count).enumerate() {
             let next = next.map(|tokens| Next { tokens, part, parts });
             // SAFETY: the caller's promise; so many rows are left.
-            unsafe { self.weighted_sums_of::<M>(row..(row + count).min(rows), values, &span, next) };
+            unsafe { self.weighted_sums_of::<M>(row..(row + count).min(rows), values, next) };
         }
     }
 
@@ -124,23 +124,22 @@ impl<S: Simd> Tile<'_, S> {
         &mut self,
         row: usize,
         keys: Keys<M::Word>,
-        span: Range<usize>,
         next: Option<Next<M::Word>>,
     ) {
         // Both ends grow with the row, so these are the first and last tokens that any row sees.
-        let seen = inside(self.seen(row).start..self.seen(row + R - 1).end, &span);
+        let seen = self.seen(row).start..self.seen(row + R - 1).end;
         if seen.is_empty() {
             return;
         }
         let words = self.key_words;
         let query = self.query[row * words..][..R * words].as_ptr();
-        let scores = self.scores[row * TILE..][..R * TILE][span.start..].as_mut_ptr();
+        let scores = self.scores[row * N..][..R * N].as_mut_ptr();
         // SAFETY: R rows of queries and scores; the caller's promise for stored keys. Packed ones
         // are `words` tiles.
         unsafe {
             match keys {
                 Keys::Stored(keys) => {
-                    self.simd.call(Score::<M, _, R> {
+                    self.simd.call(Score::<M, _, R, N> {
                         query,
                         keys,
                         next,
@@ -151,6 +150,7 @@ impl<S: Simd> Tile<'_, S> {
                     });
                 }
                 Keys::Packed(keys, words) => {
+                    assert!(N == TILE, "packed tiles have one size");
                     let keys = keys[..words * TILE].as_ptr();
                     self.simd.call(Product::<M, R> { query, keys, seen, words, scores, method: PhantomData });
                 }
@@ -161,7 +161,7 @@ impl<S: Simd> Tile<'_, S> {
     /// Tokens of the tile that a row sees.
     fn seen(&self, row: usize) -> Range<usize> {
         let position = self.block.position + (row / self.call.group()) as i64;
-        self.call.mask.seen_in(position, self.block.len, self.start, TILE)
+        self.call.mask.seen_in(position, self.block.len, self.start, N)
     }
 
     /// Adds the weighted values to some rows: tokens that all of them see go through together, the
@@ -173,32 +173,31 @@ impl<S: Simd> Tile<'_, S> {
         &mut self,
         rows: Range<usize>,
         values: Tokens<M::Word>,
-        span: &Range<usize>,
         next: Option<Next<M::Word>>,
     ) {
         let (first, last) = (self.seen(rows.start), self.seen(rows.end - 1));
         // SAFETY: the caller's promise.
         unsafe {
             if first == last {
-                return self.gather::<M>(rows, values, next, first, span);
+                return self.gather::<M>(rows, values, next, first);
             }
             // Whole words, of which no row sees a part.
             let (start, end) =
                 (last.start.next_multiple_of(M::PER_WORD), first.end / M::PER_WORD * M::PER_WORD);
-            let together = if start < end { start..end } else { TILE..TILE };
+            let together = if start < end { start..end } else { N..N };
             for row in rows.clone() {
                 let Range { start, end } = self.seen(row);
-                self.gather::<M>(row..row + 1, values, None, start..end.min(together.start), span);
+                self.gather::<M>(row..row + 1, values, None, start..end.min(together.start));
             }
-            self.gather::<M>(rows.clone(), values, next, together.clone(), span);
+            self.gather::<M>(rows.clone(), values, next, together.clone());
             for row in rows {
                 let Range { start, end } = self.seen(row);
-                self.gather::<M>(row..row + 1, values, None, start.max(together.end)..end, span);
+                self.gather::<M>(row..row + 1, values, None, start.max(together.end)..end);
             }
         }
     }
 
-    /// Adds the weighted values of the tokens `seen` and in `span` to at most `ROWS` rows.
+    /// Adds the weighted values of the tokens `seen` to some rows.
     ///
     /// # Safety
     /// - As for `weighted_sums`.
@@ -208,48 +207,47 @@ impl<S: Simd> Tile<'_, S> {
         values: Tokens<M::Word>,
         next: Option<Next<M::Word>>,
         seen: Range<usize>,
-        span: &Range<usize>,
     ) {
-        let seen = inside(seen, span);
         if seen.is_empty() {
             return;
         }
         let (simd, dim) = (self.simd, self.value_dim);
         let acc = self.acc[rows.start * dim..rows.end * dim].as_mut_ptr();
-        let weights = self.scores[rows.start * TILE..rows.end * TILE][span.start / M::PER_WORD..].as_ptr();
+        let weights = self.scores[rows.start * N..rows.end * N].as_ptr();
         // SAFETY: `weights` and `acc` have so many rows; the caller's promise for the values.
         unsafe {
             match rows.len() {
-                1 => M::gather(simd, Gather::<_, 1> { weights, values, next, seen, dim, acc }),
-                2 => M::gather(simd, Gather::<_, 2> { weights, values, next, seen, dim, acc }),
-                3 => M::gather(simd, Gather::<_, 3> { weights, values, next, seen, dim, acc }),
-                4 => M::gather(simd, Gather::<_, 4> { weights, values, next, seen, dim, acc }),
-                5 => M::gather(simd, Gather::<_, 5> { weights, values, next, seen, dim, acc }),
-                _ => M::gather(simd, Gather::<_, ROWS> { weights, values, next, seen, dim, acc }),
+                1 => M::gather(simd, Gather::<_, 1, N> { weights, values, next, seen, dim, acc }),
+                2 => M::gather(simd, Gather::<_, 2, N> { weights, values, next, seen, dim, acc }),
+                3 => M::gather(simd, Gather::<_, 3, N> { weights, values, next, seen, dim, acc }),
+                4 => M::gather(simd, Gather::<_, 4, N> { weights, values, next, seen, dim, acc }),
+                5 => M::gather(simd, Gather::<_, 5, N> { weights, values, next, seen, dim, acc }),
+                6 => M::gather(simd, Gather::<_, 6, N> { weights, values, next, seen, dim, acc }),
+                // Not compiled for methods that never need them.
+                rows if M::ROWS > 6 => match rows {
+                    7 => M::gather(simd, Gather::<_, 7, N> { weights, values, next, seen, dim, acc }),
+                    _ => M::gather(simd, Gather::<_, 8, N> { weights, values, next, seen, dim, acc }),
+                },
+                rows => unreachable!("{rows} rows"),
             }
         }
     }
 }
 
-/// What of `seen` lies in `span`, from its begin on.
-fn inside(seen: Range<usize>, span: &Range<usize>) -> Range<usize> {
-    seen.start.max(span.start) - span.start..seen.end.min(span.end).saturating_sub(span.start)
-}
-
 /// Turns all rows' dot products into weights.
-struct Weigh<'a, 'b, S, M>(&'a mut Tile<'b, S>, PhantomData<M>);
+struct Weigh<'a, 'b, S, M, const N: usize>(&'a mut Tile<'b, S, N>, PhantomData<M>);
 
-impl<S: Simd, M: Method<S>> Job<S> for Weigh<'_, '_, S, M> {
+impl<S: Simd, M: Method<S>, const N: usize> Job<S> for Weigh<'_, '_, S, M, N> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run(self, simd: S) {
         let Self(tile, _) = self;
         let (dim, group) = (tile.value_dim, tile.call.group());
-        let (tiles, _) = tile.scores.as_chunks_mut();
+        let (tiles, _) = tile.scores.as_chunks_mut::<N>();
         for query in 0..tile.max.len() / group {
             let position = tile.block.position + query as i64;
-            let seen = tile.call.mask.seen_in(position, tile.block.len, tile.start, TILE);
+            let seen = tile.call.mask.seen_in(position, tile.block.len, tile.start, N);
             if seen.is_empty() {
                 continue;
             }

@@ -4,8 +4,12 @@ use std::marker::PhantomData;
 
 use super::simd::Simd;
 
-/// Keys whose dot products are turned into weights together.
+/// Keys whose dot products are turned into weights together where many rows use them.
 pub(super) const TILE: usize = 64;
+
+/// The same where few rows do: as few as whole vectors allow, so that a page's values can be read as soon
+/// as its keys.
+pub(super) const SHORT_TILE: usize = 16;
 
 /// Bytes that memory moves together.
 pub(super) const CACHE_LINE: usize = 64;

@@ -1,77 +1,73 @@
-//! Few queries: keys and values as they lie, page by page with all heads of a page together, so that
-//! memory is read in the order in which it lies.
-
-use std::ops::Range;
+//! Few queries: keys and values as they lie, tile by tile in the order in which memory holds them.
+//!
+//! Where a page has no more tokens than a tile, all heads' keys come before all heads' values; of longer
+//! pages, all tiles of one head before those of the next, a tile's keys before its values.
 
 use super::method::Method;
 use super::pass::Rows;
 use super::places::{PairOfScales, Places};
 use super::simd::Simd;
 use super::tile::Keys;
-use super::tokens::{TILE, Tokens};
-
-/// Tokens that are read of one head before those of the next, at least.
-const LEAST: usize = 16;
+use super::tokens::{SHORT_TILE, Tokens};
 
 /// Bytes from what is read to what is asked for.
 const AHEAD: usize = 8 << 10;
 
-/// Some tokens of one head: all heads of some tokens, all keys of a tile before its values, tile by tile.
-#[derive(Clone)]
+/// Keys or values of one tile in one head.
+#[derive(Clone, Copy)]
 struct Step {
-    /// Positions of all keys.
-    keys: Range<usize>,
-    kv_heads: usize,
-    /// Tokens of a step.
-    tokens: usize,
     tile: usize,
-    values: bool,
-    /// Its first token in the tile.
-    first: usize,
     kv_head: usize,
+    values: bool,
 }
 
-impl Step {
-    fn first(keys: Range<usize>, kv_heads: usize, tokens: usize) -> Self {
-        let tile = keys.start / TILE;
-        let mut step = Self { keys, kv_heads, tokens, tile, values: false, first: 0, kv_head: 0 };
-        step.first = step.begin();
-        step
+/// All steps from `at` on.
+#[derive(Clone)]
+struct Steps {
+    at: Step,
+    /// The tile behind the last.
+    end: usize,
+    kv_heads: usize,
+    /// Tiles of a page.
+    run: usize,
+    /// The first tile at hand of the page at hand.
+    first: usize,
+}
+
+impl Steps {
+    fn new(places: &Places, kv_heads: usize, page_size: usize) -> Self {
+        let tiles = places.tiles(SHORT_TILE);
+        let at = Step { tile: tiles.start, kv_head: 0, values: false };
+        let run = (page_size / SHORT_TILE).max(1);
+        Self { at, end: tiles.end, kv_heads, run, first: tiles.start }
     }
 
-    /// The first step's first token in the tile.
-    fn begin(&self) -> usize {
-        self.keys.start.saturating_sub(self.tile * TILE) / self.tokens * self.tokens
-    }
-
-    /// Whether steps are left.
     fn is_left(&self) -> bool {
-        self.tile * TILE < self.keys.end
-    }
-
-    /// Whether it is the first with values of its tile.
-    fn begins_values(&self) -> bool {
-        self.values && self.kv_head == 0 && self.first == self.begin()
+        self.at.tile < self.end
     }
 
     fn advance(&mut self) {
-        self.kv_head += 1;
-        if self.kv_head < self.kv_heads {
+        let Self { at, end, kv_heads, run, first } = self;
+        if *run == 1 {
+            at.kv_head += 1;
+            if at.kv_head == *kv_heads {
+                at.kv_head = 0;
+                at.tile += usize::from(at.values);
+                at.values = !at.values;
+            }
             return;
         }
-        self.kv_head = 0;
-        self.first += self.tokens;
-        if self.first < TILE.min(self.keys.end - self.tile * TILE) {
-            return;
+        at.tile += usize::from(at.values);
+        at.values = !at.values;
+        if !at.values && (at.tile == *end || at.tile.is_multiple_of(*run)) {
+            at.kv_head += 1;
+            if at.kv_head == *kv_heads {
+                at.kv_head = 0;
+                *first = at.tile;
+            } else {
+                at.tile = *first;
+            }
         }
-        self.tile += usize::from(self.values);
-        self.values = !self.values;
-        self.first = self.begin();
-    }
-
-    /// Its tokens in the tile.
-    fn span(&self) -> Range<usize> {
-        self.first..self.first + self.tokens
     }
 }
 
@@ -79,45 +75,49 @@ impl Step {
 pub(super) fn attend<S: Simd, M: Method<S>>(places: &Places, scales: &mut PairOfScales, rows: &mut Rows<S>) {
     let Rows { simd, call, block, .. } = *rows;
     let layout = call.key_pages.layout();
-    // What lies together of one head, in whole steps of a tile.
-    let tokens = 1 << layout.page_size.clamp(LEAST, TILE).ilog2();
     let head_of = |kv_head| block.first_kv_head + kv_head;
-    let place = |step: &Step| -> Tokens<M::Word> {
-        if step.values {
-            places.values(head_of(step.kv_head), step.tile, step.span())
-        } else {
-            places.keys(head_of(step.kv_head), step.tile, step.span())
-        }
+    let tokens = |tile: usize| tile * SHORT_TILE..(tile + 1) * SHORT_TILE;
+    let place = |step: Step| -> Tokens<M::Word> {
+        let (kv_head, tokens) = (head_of(step.kv_head), tokens(step.tile));
+        if step.values { places.values(kv_head, tokens) } else { places.keys(kv_head, tokens) }
     };
-    let mut step = Step::first(places.keys.clone(), block.num_kv_heads, tokens);
-    let mut ahead = step.clone();
-    let distance = AHEAD.div_ceil(tokens * layout.head_dim * layout.dtype.size());
+    let mut steps = Steps::new(places, block.num_kv_heads, layout.page_size);
+    let mut ahead = steps.clone();
+    // With one row there is so little to compute that the processor asks for what follows itself; asked
+    // twice, it would do so later.
+    let alone = block.num_queries * call.group() == 1;
+    let distance = AHEAD.div_ceil(SHORT_TILE * layout.head_dim * layout.dtype.size());
     for _ in 0..distance {
         if ahead.is_left() {
             ahead.advance();
         }
     }
-    while step.is_left() {
-        let asked = ahead.is_left() && !(ahead.values && call.value_in_key());
-        let next = asked.then(|| place(&ahead));
-        if step.begins_values() {
-            for kv_head in 0..block.num_kv_heads {
-                let next = (kv_head + 1 < block.num_kv_heads).then(|| (step.tile, head_of(kv_head + 1)));
-                let scales = scales.of(simd, (step.tile, head_of(kv_head)), next);
-                rows.tile(kv_head, step.tile, scales).weigh::<M>();
-            }
+    while steps.is_left() {
+        let step @ Step { tile, kv_head, values } = steps.at;
+        let asked = !alone && ahead.is_left() && !(ahead.at.values && call.value_in_key());
+        let next = asked.then(|| place(ahead.at));
+        // All heads before the first values where they come one after the other.
+        let weighed = match (values, steps.run) {
+            (true, 1) if kv_head == 0 => 0..block.num_kv_heads,
+            (true, 2..) => kv_head..kv_head + 1,
+            _ => 0..0,
+        };
+        for kv_head in weighed {
+            let next = (kv_head + 1 < block.num_kv_heads).then(|| (tokens(tile), head_of(kv_head + 1)));
+            let scales = scales.of(simd, (tokens(tile), head_of(kv_head)), next);
+            rows.tile::<SHORT_TILE>(kv_head, tile, scales).weigh::<M>();
         }
-        let mut tile = rows.tile(step.kv_head, step.tile, None);
+        let mut tile = rows.tile::<SHORT_TILE>(kv_head, tile, None);
         // SAFETY: offsets name slots of the pools, checked where they were located, of dims that are
         // whole vectors here.
         unsafe {
-            if step.values {
-                tile.weighted_sums::<M>(place(&step), step.span(), next);
+            if values {
+                tile.weighted_sums::<M>(place(step), next);
             } else {
-                tile.scores::<M, M::Word>(Keys::Stored(place(&step)), step.span(), next, None);
+                tile.scores::<M, M::Word>(Keys::Stored(place(step)), next, None);
             }
         }
-        step.advance();
+        steps.advance();
         if ahead.is_left() {
             ahead.advance();
         }

@@ -184,18 +184,36 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
-    unsafe fn sum_four(self, to: *mut f32, [a, b, c, d]: [__m512; 4]) {
+    unsafe fn sum_four(self, to: *mut f32, four: [__m512; 4]) {
         // SAFETY: the caller's promise; `self` proves the CPU features.
         unsafe {
-            // In each quarter of a vector: a0+a2 b0+b2 a1+a3 b1+b3, then a b c d.
-            let ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
-            let cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
-            let low = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
-            let quarters = _mm512_add_ps(low, _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+            let quarters = sums_of_quarters(four);
             let halves =
                 _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps::<1>(quarters));
             let sums = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves));
             _mm_storeu_ps(to, sums);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn sum_sixteen(self, to: *mut f32, a: [__m512; 16]) {
+        // SAFETY: the caller's promise; `self` proves the CPU features.
+        unsafe {
+            let [q0, q1, q2, q3] = [
+                sums_of_quarters([a[0], a[1], a[2], a[3]]),
+                sums_of_quarters([a[4], a[5], a[6], a[7]]),
+                sums_of_quarters([a[8], a[9], a[10], a[11]]),
+                sums_of_quarters([a[12], a[13], a[14], a[15]]),
+            ];
+            // Quarters 0 + 2 and 1 + 3 of two, then both together.
+            let halves =
+                |a, b| _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xEE>(a, b));
+            let (low, high) = (halves(q0, q1), halves(q2, q3));
+            let sums = _mm512_add_ps(
+                _mm512_shuffle_f32x4::<0x88>(low, high),
+                _mm512_shuffle_f32x4::<0xDD>(low, high),
+            );
+            _mm512_storeu_ps(to, sums);
         }
     }
 
@@ -233,6 +251,22 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         // Into the second level: the first holds the tile at work.
         // SAFETY: a prefetch of any address is allowed.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+    }
+}
+
+/// In each quarter of a vector, the sums of that quarter of four vectors.
+///
+/// # Safety
+/// - The CPU has AVX-512 F.
+#[inline(always)]
+unsafe fn sums_of_quarters([a, b, c, d]: [__m512; 4]) -> __m512 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        // a0+a2 b0+b2 a1+a3 b1+b3, then a b c d.
+        let ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+        let cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+        let low = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+        _mm512_add_ps(low, _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)))
     }
 }
 
