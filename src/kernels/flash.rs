@@ -133,7 +133,7 @@ pub(super) fn attend_in_pairs<S: Pairs>(simd: S, call: &Call, block: &Block, spl
     let (k, v) = (call.key_pages.layout(), call.value_pages.layout());
     let whole = |dim: usize| dim.is_multiple_of(2 * S::LANES);
     let all = [call.query.dtype(), k.dtype, v.dtype].iter().all(|&dtype| dtype == DType::BF16);
-    if all && whole(k.head_dim) && whole(v.head_dim) && !block.prefill {
+    if all && whole(k.head_dim) && whole(v.head_dim) {
         Pass::<S, Paired>::new(simd, call, block).run(splits)
     } else {
         attend(simd, call, block, splits)

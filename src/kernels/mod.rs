@@ -37,6 +37,7 @@ mod state;
 mod tile;
 mod tokens;
 mod walk;
+mod weighted;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
 

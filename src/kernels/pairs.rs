@@ -14,6 +14,8 @@ pub(super) trait Pairs: Simd {
     /// Words of one bfloat16 of `a` and one of `b` each; of every eight, the first four in the first
     /// vector.
     fn zip(self, a: Self::F32, b: Self::F32) -> [Self::F32; 2];
+    /// Each word's number `which`, 0 or 1, and 0 in place of the other.
+    fn only(self, words: Self::F32, which: usize) -> Self::F32;
     /// Rounds and stores `LANES` bfloat16.
     ///
     /// # Safety

@@ -12,6 +12,7 @@ use super::score::Score;
 use super::simd::{Job, Simd};
 use super::softmax::{Logit, Row};
 use super::tokens::{Later, Next, TILE, Tokens};
+use super::weighted::Weighted;
 
 /// Rows of queries that go through a tile together.
 const ROWS: usize = 6;
@@ -29,6 +30,15 @@ pub(super) enum Keys<'a, T> {
     Stored(Tokens<'a, T>),
     /// All of them, as words of this many elements of dims, transposed: `[words, TILE]`.
     Packed(&'a [f32], usize),
+}
+
+/// Values of a tile.
+#[derive(Clone, Copy)]
+pub(super) enum Values<'a, T> {
+    /// Some of them, where they lie.
+    Stored(Tokens<'a, T>),
+    /// All of them, as the method packs them.
+    Packed(&'a [f32]),
 }
 
 /// The rows of one KV head on their way through one tile.
@@ -99,10 +109,10 @@ impl<S: Simd> Tile<'_, S> {
     /// Adds some of the tile's values, those of `span`, to all rows, weighted.
     ///
     /// # Safety
-    /// - The values are valid for reads of `value_dim` elements; so is `next`, or it is not there.
+    /// - Stored values are valid for reads of `value_dim` elements; so is `next`, or it is not there.
     pub(super) unsafe fn weighted_sums<M: Method<S>>(
         &mut self,
-        values: Tokens<M::Word>,
+        values: Values<M::Word>,
         span: Range<usize>,
         next: Option<Tokens<M::Word>>,
     ) {
@@ -172,7 +182,7 @@ impl<S: Simd> Tile<'_, S> {
     unsafe fn weighted_sums_of<M: Method<S>>(
         &mut self,
         rows: Range<usize>,
-        values: Tokens<M::Word>,
+        values: Values<M::Word>,
         span: &Range<usize>,
         next: Option<Next<M::Word>>,
     ) {
@@ -205,7 +215,7 @@ impl<S: Simd> Tile<'_, S> {
     unsafe fn gather<M: Method<S>>(
         &mut self,
         rows: Range<usize>,
-        values: Tokens<M::Word>,
+        values: Values<M::Word>,
         next: Option<Next<M::Word>>,
         seen: Range<usize>,
         span: &Range<usize>,
@@ -217,15 +227,30 @@ impl<S: Simd> Tile<'_, S> {
         let (simd, dim) = (self.simd, self.value_dim);
         let acc = self.acc[rows.start * dim..rows.end * dim].as_mut_ptr();
         let weights = self.scores[rows.start * TILE..rows.end * TILE][span.start / M::PER_WORD..].as_ptr();
-        // SAFETY: `weights` and `acc` have so many rows; the caller's promise for the values.
+        // SAFETY: `weights` and `acc` have so many rows; the caller's promise for stored values. Packed
+        // ones are a tile.
         unsafe {
-            match rows.len() {
-                1 => M::gather(simd, Gather::<_, 1> { weights, values, next, seen, dim, acc }),
-                2 => M::gather(simd, Gather::<_, 2> { weights, values, next, seen, dim, acc }),
-                3 => M::gather(simd, Gather::<_, 3> { weights, values, next, seen, dim, acc }),
-                4 => M::gather(simd, Gather::<_, 4> { weights, values, next, seen, dim, acc }),
-                5 => M::gather(simd, Gather::<_, 5> { weights, values, next, seen, dim, acc }),
-                _ => M::gather(simd, Gather::<_, ROWS> { weights, values, next, seen, dim, acc }),
+            match values {
+                Values::Stored(values) => match rows.len() {
+                    1 => M::gather(simd, Gather::<_, 1> { weights, values, next, seen, dim, acc }),
+                    2 => M::gather(simd, Gather::<_, 2> { weights, values, next, seen, dim, acc }),
+                    3 => M::gather(simd, Gather::<_, 3> { weights, values, next, seen, dim, acc }),
+                    4 => M::gather(simd, Gather::<_, 4> { weights, values, next, seen, dim, acc }),
+                    5 => M::gather(simd, Gather::<_, 5> { weights, values, next, seen, dim, acc }),
+                    _ => M::gather(simd, Gather::<_, ROWS> { weights, values, next, seen, dim, acc }),
+                },
+                Values::Packed(values) => {
+                    let values = values[..TILE / M::PER_WORD * dim].as_ptr();
+                    let method = PhantomData::<M>;
+                    match rows.len() {
+                        1 => simd.call(Weighted::<_, 1> { weights, values, seen, dim, acc, method }),
+                        2 => simd.call(Weighted::<_, 2> { weights, values, seen, dim, acc, method }),
+                        3 => simd.call(Weighted::<_, 3> { weights, values, seen, dim, acc, method }),
+                        4 => simd.call(Weighted::<_, 4> { weights, values, seen, dim, acc, method }),
+                        5 => simd.call(Weighted::<_, 5> { weights, values, seen, dim, acc, method }),
+                        _ => simd.call(Weighted::<_, ROWS> { weights, values, seen, dim, acc, method }),
+                    }
+                }
             }
         }
     }

@@ -7,7 +7,7 @@ use super::method::Method;
 use super::pass::Rows;
 use super::places::{PairOfScales, Places};
 use super::simd::Simd;
-use super::tile::Keys;
+use super::tile::{Keys, Values};
 use super::tokens::{TILE, Tokens};
 
 /// Tokens that are read of one head before those of the next, at least.
@@ -112,7 +112,7 @@ pub(super) fn attend<S: Simd, M: Method<S>>(places: &Places, scales: &mut PairOf
         // whole vectors here.
         unsafe {
             if step.values {
-                tile.weighted_sums::<M>(place(&step), step.span(), next);
+                tile.weighted_sums::<M>(Values::Stored(place(&step)), step.span(), next);
             } else {
                 tile.scores::<M, M::Word>(Keys::Stored(place(&step)), step.span(), next, None);
             }

@@ -256,6 +256,15 @@ impl Pairs for Avx512<true> {
     }
 
     #[inline(always)]
+    fn only(self, words: __m512, which: usize) -> __m512 {
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe {
+            let mask = _mm512_set1_epi32(0xFFFF << (16 * which));
+            _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words), mask))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn store_bf16(self, to: *mut bf16, a: __m512) {
         // SAFETY: the caller's promise; `self` proves the CPU features; the types only name what bits
         // are for.
