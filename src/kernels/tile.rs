@@ -162,7 +162,9 @@ impl<S: Simd> Tile<'_, S> {
                 }
                 Keys::Packed(keys, words) => {
                     let keys = keys[..words * TILE].as_ptr();
-                    self.simd.call(Product::<M, R> { query, keys, seen, words, scores, method: PhantomData });
+                    let stride = self.key_words;
+                    let method = PhantomData;
+                    self.simd.call(Product::<M, R> { query, stride, keys, seen, words, scores, method });
                 }
             }
         }
