@@ -27,8 +27,8 @@ pub(super) trait Method<S: Simd> {
     fn multiply_add(simd: S, a: S::F32, b: S::F32, c: S::F32) -> S::F32;
     /// Of two tokens in a word of values, number `which`, and 0 in place of the other.
     fn only(simd: S, words: S::F32, which: usize) -> S::F32;
-    /// Packs a tile's values: `[TILE / PER_WORD, dim rounded up to whole vectors]`, words of as many tokens
-    /// as weights share; padding stays as it is.
+    /// Packs as many of a tile's values as `into` has room for: `[tokens / PER_WORD, dim rounded up to whole
+    /// vectors]`, words of as many tokens as weights share; padding stays as it is.
     ///
     /// # Safety
     /// - All tokens of the tile are valid for reads of `dim` elements.

@@ -37,13 +37,15 @@ impl<S: Simd, T: Stored> Job<S> for Widen<'_, T> {
     }
 }
 
-/// Widens and transposes a tile's tokens into `into` `[dim, TILE]`.
+/// Widens and transposes the first `count` tokens of a tile, and what follows in their vectors, into `into`
+/// `[dim, TILE]`.
 ///
 /// # Safety (of running it)
 /// - All tokens of the tile are valid for reads of `dim` elements, a multiple of `LANES`.
 pub(super) struct Pack<'a, T> {
     pub(super) tokens: Tokens<'a, T>,
     pub(super) dim: usize,
+    pub(super) count: usize,
     pub(super) into: &'a mut [f32],
 }
 
@@ -52,9 +54,9 @@ impl<S: Simd, T: Stored> Job<S> for Pack<'_, T> {
 
     #[inline(always)]
     unsafe fn run(self, simd: S) {
-        assert!(self.into.len() >= self.dim * TILE, "room for a tile");
+        assert!(self.into.len() >= self.dim * TILE && self.count <= TILE, "room for a tile");
         for d in (0..self.dim).step_by(S::LANES) {
-            for first in (0..TILE).step_by(S::LANES) {
+            for first in (0..self.count).step_by(S::LANES) {
                 let mut block = [simd.splat(0.0); MOST_LANES];
                 for (i, row) in block.iter_mut().enumerate().take(S::LANES) {
                     // SAFETY: `d + LANES <= dim`; the caller's promise for the tokens.
@@ -70,8 +72,8 @@ impl<S: Simd, T: Stored> Job<S> for Pack<'_, T> {
     }
 }
 
-/// Packs a tile's tokens, words of two bfloat16, into `into` `[TILE / 2, dim]`: words of two tokens, the
-/// columns [zipped](Pairs::zip).
+/// Packs as many of a tile's tokens, words of two bfloat16, as `into` `[tokens / 2, dim]` has room for: words
+/// of two tokens, the columns [zipped](Pairs::zip).
 ///
 /// # Safety (of running it)
 /// - All tokens of the tile are valid for reads of `dim` bfloat16, a multiple of `2 * LANES`.

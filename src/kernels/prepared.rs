@@ -77,6 +77,8 @@ impl<S: Simd, M: Method<S>> Prepared<S, M> {
             value_words: asked / M::PER_WORD,
         });
         let next = next.map(|(tile, kv_head)| (tile, head_of(kv_head)));
+        // Of the last tile, those that are there.
+        let count = TILE.min(places.keys.end - tile * TILE);
         let scales = scales.of(simd, (tile, head_of(kv_head)), next);
         // SAFETY: offsets name slots of the pools, checked where they were located, of these dims;
         // buffers hold a tile of whole vectors, and what is packed without one has whole vectors itself.
@@ -87,11 +89,12 @@ impl<S: Simd, M: Method<S>> Prepared<S, M> {
             });
             if let Some(into) = &mut self.packed {
                 match wide_keys {
-                    Some(tokens) => simd.call(Pack { tokens, dim: rows.key_words, into }),
-                    None => simd.call(Pack { tokens: keys, dim: key_dim / M::PER_WORD, into }),
+                    Some(tokens) => simd.call(Pack { tokens, dim: rows.key_words, count, into }),
+                    None => simd.call(Pack { tokens: keys, dim: key_dim / M::PER_WORD, count, into }),
                 }
             }
-            M::pack_values(simd, values, value_dim, &mut self.values);
+            let room = count.div_ceil(M::PER_WORD) * rows.value_dim;
+            M::pack_values(simd, values, value_dim, &mut self.values[..room]);
             let (keys, values) = match (&self.packed, wide_keys) {
                 (Some(packed), _) => {
                     (Keys::Packed(packed, key_dim / M::PER_WORD), Values::Packed(&self.values))

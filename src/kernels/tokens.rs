@@ -4,8 +4,9 @@ use std::marker::PhantomData;
 
 use super::simd::Simd;
 
-/// Keys whose dot products are turned into weights together.
-pub(super) const TILE: usize = 64;
+/// Keys whose dot products are turned into weights together: the more, the seldomer sums are fetched and put
+/// back, and the less of a row's softmax is what has to be done once.
+pub(super) const TILE: usize = 128;
 
 /// Bytes that memory moves together.
 pub(super) const CACHE_LINE: usize = 64;
