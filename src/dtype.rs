@@ -238,4 +238,14 @@ mod tests {
         }
         assert!(matches!("int4".parse::<DType>(), Err(Error::Layout(_))));
     }
+
+    #[test]
+    fn bfloat16_round_as_half_does_it() {
+        let ties = (0..=u32::MAX).step_by(1 << 15);
+        for bits in (0..=u32::MAX).step_by(4099).chain(ties).chain([0x7F80_0001, u32::MAX]) {
+            let value = f32::from_bits(bits);
+            let want = half::bf16::from_f32(value).to_bits();
+            assert_eq!(<half::bf16 as Element>::from_f32(value).to_bits(), want, "{bits:#x}");
+        }
+    }
 }
