@@ -134,8 +134,8 @@ pub(super) fn attend_in_pairs<S: Pairs>(simd: S, call: &Call, block: &Block, spl
     let whole = |dim: usize| dim.is_multiple_of(2 * S::LANES);
     let all = [call.query.dtype(), k.dtype, v.dtype].iter().all(|&dtype| dtype == DType::BF16);
     // With one row per key, widening costs less than bringing values of two tokens together.
-    let pays = call.group() > 1;
-    if all && pays && whole(k.head_dim) && whole(v.head_dim) && !block.prefill {
+    let pays = block.prefill || call.group() > 1;
+    if all && pays && whole(k.head_dim) && whole(v.head_dim) {
         Pass::<S, Paired>::new(simd, call, block).run(splits)
     } else {
         attend(simd, call, block, splits)

@@ -6,8 +6,10 @@ use half::bf16;
 
 use super::gather::Gather;
 use super::gather_pairs::TwoByTwo;
+use super::pack::{Widen, Zip};
 use super::pairs::Pairs;
 use super::simd::{Simd, Stored};
+use super::tokens::Tokens;
 use crate::dtype::Element;
 
 /// Rows that go through a packed tile together, at most.
@@ -28,7 +30,15 @@ pub(super) trait Method<S: Simd> {
 
     /// `c` plus the products of the elements of `a`'s words and of `b`'s.
     fn multiply_add(simd: S, a: S::F32, b: S::F32, c: S::F32) -> S::F32;
-    /// Adds weighted values.
+    /// Of two tokens in a word of values, number `which`, and 0 in place of the other.
+    fn only(simd: S, words: S::F32, which: usize) -> S::F32;
+    /// Packs as many of a tile's values as `into` has room for: `[tokens / PER_WORD, dim rounded up to whole
+    /// vectors]`, words of as many tokens as weights share; padding stays as it is.
+    ///
+    /// # Safety
+    /// - All tokens of the tile are valid for reads of `dim` elements.
+    unsafe fn pack_values(simd: S, tokens: Tokens<Self::Word>, dim: usize, into: &mut [f32]);
+    /// Adds weighted values that lie anywhere.
     ///
     /// # Safety
     /// - What [`Gather`] asks for; weights are those that [`store_weights`](Self::store_weights) stored.
@@ -56,6 +66,16 @@ impl<S: Simd, T: Stored> Method<S> for Widened<T> {
         simd.mul_add(a, b, c)
     }
 
+    #[inline(always)]
+    fn only(_: S, words: S::F32, _: usize) -> S::F32 {
+        words
+    }
+
+    unsafe fn pack_values(simd: S, tokens: Tokens<T>, dim: usize, into: &mut [f32]) {
+        // SAFETY: the caller's promise.
+        unsafe { simd.call(Widen { tokens, dim, into }) }
+    }
+
     unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<T, R, N>) {
         // SAFETY: the caller's promise.
         unsafe { simd.call(job) }
@@ -81,6 +101,16 @@ impl<S: Pairs> Method<S> for Paired {
     #[inline(always)]
     fn multiply_add(simd: S, a: S::F32, b: S::F32, c: S::F32) -> S::F32 {
         simd.dot(a, b, c)
+    }
+
+    #[inline(always)]
+    fn only(simd: S, words: S::F32, which: usize) -> S::F32 {
+        simd.only(words, which)
+    }
+
+    unsafe fn pack_values(simd: S, tokens: Tokens<f32>, dim: usize, into: &mut [f32]) {
+        // SAFETY: the caller's promise.
+        unsafe { simd.call(Zip { tokens, dim, into }) }
     }
 
     unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<f32, R, N>) {

@@ -37,6 +37,7 @@ mod state;
 mod tile;
 mod tokens;
 mod walk;
+mod weighted;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
 
@@ -46,7 +47,7 @@ pub(crate) use flash::{Block, Call, PREFILL, SPLIT};
 pub(crate) use isa::Level;
 pub use isa::{Isa, set_isa};
 #[cfg(feature = "bench")]
-pub use limits::{multiply_add, read_pages};
+pub use limits::{multiply_add, multiply_add_pairs, read_pages};
 pub(crate) use mask::Mask;
 pub(crate) use quantise::row_scale;
 pub(crate) use rows::{copy_slots, load_row, store_row, write_slot};

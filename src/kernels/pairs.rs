@@ -14,6 +14,8 @@ pub(super) trait Pairs: Simd {
     /// Words of one bfloat16 of `a` and one of `b` each; of every eight, the first four in the first
     /// vector.
     fn zip(self, a: Self::F32, b: Self::F32) -> [Self::F32; 2];
+    /// Each word's number `which`, 0 or 1, and 0 in place of the other.
+    fn only(self, words: Self::F32, which: usize) -> Self::F32;
     /// Rounds and stores `LANES` bfloat16.
     ///
     /// # Safety
@@ -26,8 +28,11 @@ pub(super) trait Pairs: Simd {
 pub(super) fn unzip(row: &mut [f32], lanes: usize) {
     let mut joined = [0.0; 2 * super::simd::MOST_LANES];
     for block in row.chunks_exact_mut(2 * lanes) {
-        for (i, x) in joined.iter_mut().take(2 * lanes).enumerate() {
-            *x = block[i / 4 % 2 * lanes + i / 8 * 4 + i % 4];
+        let (first, second) = block.split_at(lanes);
+        let fours = first.as_chunks::<4>().0.iter().zip(second.as_chunks::<4>().0);
+        for (eight, (first, second)) in joined.as_chunks_mut::<8>().0.iter_mut().zip(fours) {
+            eight[..4].copy_from_slice(first);
+            eight[4..].copy_from_slice(second);
         }
         block.copy_from_slice(&joined[..2 * lanes]);
     }

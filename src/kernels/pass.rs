@@ -85,10 +85,9 @@ impl<'a, S: Simd, M: Method<S>> Pass<'a, S, M> {
         let value_dim = v.head_dim.next_multiple_of(S::LANES);
         let padded = key_words * M::PER_WORD != k.head_dim || value_dim != v.head_dim;
         let order = match (padded || block.prefill, M::PER_WORD) {
-            (true, _) => Order::Straight,
-            (false, 1) if M::Word::PARTED => Order::Parted(S::LANES),
-            (false, 1) => Order::Straight,
-            (false, _) => Order::Zipped(S::LANES),
+            (_, 2) => Order::Zipped(S::LANES),
+            (false, _) if M::Word::PARTED => Order::Parted(S::LANES),
+            _ => Order::Straight,
         };
         let rows = call.group() * block.num_queries;
         let at_once = rows_of_group(rows, if block.prefill { PACKED_ROWS } else { M::ROWS });

@@ -8,16 +8,16 @@ use super::pass::Rows;
 use super::places::{PairOfScales, Places};
 use super::scratch::Scratch;
 use super::simd::Simd;
-use super::tile::Keys;
+use super::tile::{Keys, Values};
 use super::tokens::{Later, TILE, Tokens};
 
-/// One tile in f32, padded with zeros to whole vectors.
+/// One tile, padded with zeros to whole vectors.
 pub(super) struct Prepared<S, M> {
     /// `[TILE, key_dim]`; not there if keys are packed straight from where they lie.
     keys: Option<Scratch>,
-    /// `[key_dim, TILE]`; not there if few rows use the tile.
+    /// `[key_words, TILE]`; not there if few rows use the tile.
     packed: Option<Scratch>,
-    /// `[TILE, value_dim]`: in one place also where nothing is widened, since rows that lie pages
+    /// As the method packs them: in one place also where nothing is widened, since rows that lie pages
     /// apart cost more each time than the copy costs once.
     values: Scratch,
     key_offsets: [usize; TILE],
@@ -27,13 +27,13 @@ pub(super) struct Prepared<S, M> {
 
 impl<S: Simd, M: Method<S>> Prepared<S, M> {
     /// What the tiles of a pass need, if anything.
-    pub(super) fn new(prefill: bool, padded: bool, key_dim: usize, value_dim: usize) -> Option<Self> {
+    pub(super) fn new(prefill: bool, padded: bool, key_words: usize, value_dim: usize) -> Option<Self> {
         let offsets = |dim: usize| std::array::from_fn(|token| token * dim * size_of::<f32>());
         (prefill || padded).then(|| Self {
-            keys: padded.then(|| Scratch::zeros(TILE * key_dim)),
-            packed: prefill.then(|| Scratch::zeros(TILE * key_dim)),
-            values: Scratch::zeros(TILE * value_dim),
-            key_offsets: offsets(key_dim),
+            keys: padded.then(|| Scratch::zeros(TILE * key_words)),
+            packed: prefill.then(|| Scratch::zeros(TILE * key_words)),
+            values: Scratch::zeros(TILE / M::PER_WORD * value_dim),
+            key_offsets: offsets(key_words),
             value_offsets: offsets(value_dim),
             method: PhantomData,
         })
@@ -75,7 +75,14 @@ impl<S: Simd, M: Method<S>> Prepared<S, M> {
         };
         let (keys, values) = place((tile, kv_head));
         let asked = if call.value_in_key() { 0 } else { value_dim };
-        let later = next.map(place).map(|(keys, values)| Later { keys, values, key_dim, value_dim: asked });
+        let later = next.map(place).map(|(keys, values)| Later {
+            keys,
+            values,
+            key_words: key_dim / M::PER_WORD,
+            value_words: asked / M::PER_WORD,
+        });
+        // Of the last tile, those that are there.
+        let count = N.min(places.keys.end - tile * N);
         let scales = scales.of(simd, at((tile, kv_head)), next.map(at));
         // SAFETY: offsets name slots of the pools, checked where they were located, of these dims;
         // buffers hold a tile of whole vectors, and what is packed without one has whole vectors itself.
@@ -87,15 +94,19 @@ impl<S: Simd, M: Method<S>> Prepared<S, M> {
             });
             if let Some(into) = &mut self.packed {
                 match wide_keys {
-                    Some(tokens) => simd.call(Pack { tokens, dim: rows.key_words, into }),
-                    None => simd.call(Pack { tokens: keys, dim: key_dim, into }),
+                    Some(tokens) => simd.call(Pack { tokens, dim: rows.key_words, count, into }),
+                    None => simd.call(Pack { tokens: keys, dim: key_dim / M::PER_WORD, count, into }),
                 }
             }
-            simd.call(Widen { tokens: values, dim: value_dim, into: &mut self.values[..N * rows.value_dim] });
-            let values = in_buffer(&self.values, &self.value_offsets[..N]);
-            let keys = match (&self.packed, wide_keys) {
-                (Some(packed), _) => Keys::Packed(packed, key_dim),
-                (None, Some(keys)) => Keys::Stored(keys),
+            let room = count.div_ceil(M::PER_WORD) * rows.value_dim;
+            M::pack_values(simd, values, value_dim, &mut self.values[..room]);
+            let (keys, values) = match (&self.packed, wide_keys) {
+                (Some(packed), _) => {
+                    (Keys::Packed(packed, key_dim / M::PER_WORD), Values::Packed(&self.values))
+                }
+                (None, Some(keys)) => {
+                    (Keys::Stored(keys), Values::Stored(in_buffer(&self.values, &self.value_offsets[..N])))
+                }
                 (None, None) => unreachable!("tiles are packed, or padded"),
             };
             let mut tile = rows.tile::<N>(kv_head, tile, scales);

@@ -16,8 +16,9 @@ use super::tokens::TILE;
 /// - `query` is valid for reads of `R` rows of `words`; `keys` of `words` tiles; `scores` for writes of
 ///   `R` tiles.
 pub(super) struct Product<M, const R: usize> {
-    /// `[words, R]`.
+    /// `R` rows of words, so many floats apart.
     pub(super) query: *const f32,
+    pub(super) stride: usize,
     /// `[words, TILE]`, packed.
     pub(super) keys: *const f32,
     pub(super) seen: Range<usize>,
@@ -103,7 +104,7 @@ impl<M, const R: usize> Product<M, R> {
             }
             for r in 0..R {
                 // SAFETY: the caller's promise for `query`.
-                let q = simd.splat(unsafe { *self.query.add(d * R + r) });
+                let q = simd.splat(unsafe { *self.query.add(r * self.stride + d) });
                 for c in 0..C {
                     sums[r][c] = M::multiply_add(simd, q, k[c], sums[r][c]);
                 }

@@ -20,8 +20,8 @@ use crate::storage::RowsView;
 const AHEAD: usize = 4;
 
 /// `[kv_heads, rows, key_words]` in the order of [`State`](super::state::State), widened, padded with
-/// zeros and parted for so many lanes. Of the rows that go through a tile together, vectors (for
-/// packed keys: elements) take turns.
+/// zeros and parted for so many lanes. Of the rows that go through a tile together, vectors take turns,
+/// except where keys are packed.
 pub(super) fn load<S: Simd, M: Method<S>>(
     simd: S,
     call: &Call,
@@ -56,9 +56,8 @@ pub(super) fn load<S: Simd, M: Method<S>>(
         let (first, in_group) = (row - rest % at_once, rest % at_once);
         let count = at_once.min(rows - (rest - in_group));
         let into = &mut query[first * key_words..][..count * key_words];
-        // Copies of a length that the compiler knows.
         if block.prefill {
-            take_turns(&one, into, 1, in_group, count);
+            into[in_group * key_words..][..key_words].copy_from_slice(&one);
         } else {
             take_turns(&one, into, S::LANES, in_group, count);
         }

@@ -12,6 +12,7 @@ use super::score::Score;
 use super::simd::{Job, Simd};
 use super::softmax::{Logit, Row};
 use super::tokens::{Later, Next, TILE, Tokens};
+use super::weighted::Weighted;
 
 /// Rows that go through a tile together: at most `most`, in groups as equal as can be. The last group may
 /// be smaller.
@@ -26,6 +27,15 @@ pub(super) enum Keys<'a, T> {
     Stored(Tokens<'a, T>),
     /// Transposed: `[words, TILE]`, and so many words.
     Packed(&'a [f32], usize),
+}
+
+/// Values of a tile.
+#[derive(Clone, Copy)]
+pub(super) enum Values<'a, T> {
+    /// Where they lie.
+    Stored(Tokens<'a, T>),
+    /// As the method packs them.
+    Packed(&'a [f32]),
 }
 
 /// The rows of one KV head on their way through one tile of `N` keys.
@@ -101,10 +111,10 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
     /// Adds the tile's values to all rows, weighted.
     ///
     /// # Safety
-    /// - The values are valid for reads of `value_dim` elements; so is `next`, or it is not there.
+    /// - Stored values are valid for reads of `value_dim` elements; so is `next`, or it is not there.
     pub(super) unsafe fn weighted_sums<M: Method<S>>(
         &mut self,
-        values: Tokens<M::Word>,
+        values: Values<M::Word>,
         next: Option<Tokens<M::Word>>,
     ) {
         let (rows, count) = (self.max.len(), self.at_once);
@@ -152,7 +162,9 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
                 Keys::Packed(keys, words) => {
                     assert!(N == TILE, "packed tiles have one size");
                     let keys = keys[..words * TILE].as_ptr();
-                    self.simd.call(Product::<M, R> { query, keys, seen, words, scores, method: PhantomData });
+                    let stride = self.key_words;
+                    let method = PhantomData;
+                    self.simd.call(Product::<M, R> { query, stride, keys, seen, words, scores, method });
                 }
             }
         }
@@ -172,7 +184,7 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
     unsafe fn weighted_sums_of<M: Method<S>>(
         &mut self,
         rows: Range<usize>,
-        values: Tokens<M::Word>,
+        values: Values<M::Word>,
         next: Option<Next<M::Word>>,
     ) {
         let (first, last) = (self.seen(rows.start), self.seen(rows.end - 1));
@@ -204,7 +216,7 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
     unsafe fn gather<M: Method<S>>(
         &mut self,
         rows: Range<usize>,
-        values: Tokens<M::Word>,
+        values: Values<M::Word>,
         next: Option<Next<M::Word>>,
         seen: Range<usize>,
     ) {
@@ -214,21 +226,37 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
         let (simd, dim) = (self.simd, self.value_dim);
         let acc = self.acc[rows.start * dim..rows.end * dim].as_mut_ptr();
         let weights = self.scores[rows.start * N..rows.end * N].as_ptr();
-        // SAFETY: `weights` and `acc` have so many rows; the caller's promise for the values.
+        // SAFETY: `weights` and `acc` have so many rows; the caller's promise for stored values. Packed
+        // ones are a tile.
         unsafe {
-            match rows.len() {
-                1 => M::gather(simd, Gather::<_, 1, N> { weights, values, next, seen, dim, acc }),
-                2 => M::gather(simd, Gather::<_, 2, N> { weights, values, next, seen, dim, acc }),
-                3 => M::gather(simd, Gather::<_, 3, N> { weights, values, next, seen, dim, acc }),
-                4 => M::gather(simd, Gather::<_, 4, N> { weights, values, next, seen, dim, acc }),
-                5 => M::gather(simd, Gather::<_, 5, N> { weights, values, next, seen, dim, acc }),
-                6 => M::gather(simd, Gather::<_, 6, N> { weights, values, next, seen, dim, acc }),
-                // Not compiled for methods that never need them.
-                rows if M::ROWS > 6 => match rows {
-                    7 => M::gather(simd, Gather::<_, 7, N> { weights, values, next, seen, dim, acc }),
-                    _ => M::gather(simd, Gather::<_, 8, N> { weights, values, next, seen, dim, acc }),
+            match values {
+                Values::Stored(values) => match rows.len() {
+                    1 => M::gather(simd, Gather::<_, 1, N> { weights, values, next, seen, dim, acc }),
+                    2 => M::gather(simd, Gather::<_, 2, N> { weights, values, next, seen, dim, acc }),
+                    3 => M::gather(simd, Gather::<_, 3, N> { weights, values, next, seen, dim, acc }),
+                    4 => M::gather(simd, Gather::<_, 4, N> { weights, values, next, seen, dim, acc }),
+                    5 => M::gather(simd, Gather::<_, 5, N> { weights, values, next, seen, dim, acc }),
+                    6 => M::gather(simd, Gather::<_, 6, N> { weights, values, next, seen, dim, acc }),
+                    // Not compiled for methods that never need them.
+                    rows if M::ROWS > 6 => match rows {
+                        7 => M::gather(simd, Gather::<_, 7, N> { weights, values, next, seen, dim, acc }),
+                        _ => M::gather(simd, Gather::<_, 8, N> { weights, values, next, seen, dim, acc }),
+                    },
+                    rows => unreachable!("{rows} rows"),
                 },
-                rows => unreachable!("{rows} rows"),
+                Values::Packed(values) => {
+                    assert!(N == TILE, "packed tiles have one size");
+                    let values = values[..TILE / M::PER_WORD * dim].as_ptr();
+                    let method = PhantomData::<M>;
+                    match rows.len() {
+                        1 => simd.call(Weighted::<_, 1> { weights, values, seen, dim, acc, method }),
+                        2 => simd.call(Weighted::<_, 2> { weights, values, seen, dim, acc, method }),
+                        3 => simd.call(Weighted::<_, 3> { weights, values, seen, dim, acc, method }),
+                        4 => simd.call(Weighted::<_, 4> { weights, values, seen, dim, acc, method }),
+                        5 => simd.call(Weighted::<_, 5> { weights, values, seen, dim, acc, method }),
+                        _ => simd.call(Weighted::<_, 6> { weights, values, seen, dim, acc, method }),
+                    }
+                }
             }
         }
     }

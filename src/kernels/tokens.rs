@@ -4,8 +4,9 @@ use std::marker::PhantomData;
 
 use super::simd::Simd;
 
-/// Keys whose dot products are turned into weights together where many rows use them.
-pub(super) const TILE: usize = 64;
+/// Keys whose dot products are turned into weights together where many rows use them: the more, the seldomer
+/// sums are fetched and put back, and the less of a row's softmax is what has to be done once.
+pub(super) const TILE: usize = 128;
 
 /// The same where few rows do: as few as whole vectors allow, so that a page's values can be read as soon
 /// as its keys.
@@ -49,8 +50,8 @@ impl<'a, T> Next<'a, T> {
 pub(super) struct Later<'a, T> {
     pub(super) keys: Tokens<'a, T>,
     pub(super) values: Tokens<'a, T>,
-    pub(super) key_dim: usize,
-    pub(super) value_dim: usize,
+    pub(super) key_words: usize,
+    pub(super) value_words: usize,
 }
 
 impl<T> Later<'_, T> {
@@ -58,9 +59,9 @@ impl<T> Later<'_, T> {
     pub(super) fn prefetch<S: Simd>(&self, simd: S, part: usize, parts: usize) {
         let line = CACHE_LINE / size_of::<T>();
         for token in part * TILE / parts..(part + 1) * TILE / parts {
-            for (tokens, dim) in [(&self.keys, self.key_dim), (&self.values, self.value_dim)] {
-                for element in (0..dim).step_by(line) {
-                    simd.prefetch(tokens.at(token).wrapping_add(element).cast());
+            for (tokens, words) in [(&self.keys, self.key_words), (&self.values, self.value_words)] {
+                for word in (0..words).step_by(line) {
+                    simd.prefetch(tokens.at(token).wrapping_add(word).cast());
                 }
             }
         }

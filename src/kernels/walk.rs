@@ -7,7 +7,7 @@ use super::method::Method;
 use super::pass::Rows;
 use super::places::{PairOfScales, Places};
 use super::simd::Simd;
-use super::tile::Keys;
+use super::tile::{Keys, Values};
 use super::tokens::{SHORT_TILE, Tokens};
 
 /// Bytes from what is read to what is asked for.
@@ -112,7 +112,7 @@ pub(super) fn attend<S: Simd, M: Method<S>>(places: &Places, scales: &mut PairOf
         // whole vectors here.
         unsafe {
             if values {
-                tile.weighted_sums::<M>(place(step), next);
+                tile.weighted_sums::<M>(Values::Stored(place(step)), next);
             } else {
                 tile.scores::<M, M::Word>(Keys::Stored(place(step)), next, None);
             }

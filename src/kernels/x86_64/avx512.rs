@@ -2,15 +2,16 @@
 
 use std::arch::x86_64::{
     __m256bh, __m256i, __m512, __m512bh, _CMP_LT_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
-    _MM_HINT_T1, _mm_add_ps, _mm_loadu_si128, _mm_prefetch, _mm_storeu_ps, _mm256_add_ps, _mm256_and_si256,
-    _mm256_castps256_ps128, _mm256_cvtepi8_epi16, _mm256_extractf128_ps, _mm256_loadu_si256,
-    _mm256_set1_epi16, _mm256_slli_epi16, _mm256_storeu_si256, _mm512_abs_ps, _mm512_add_ps, _mm512_and_ps,
-    _mm512_and_si512, _mm512_castpd_ps, _mm512_castps_pd, _mm512_castps_si512, _mm512_castps512_ps256,
-    _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32,
-    _mm512_cvtneps_pbh, _mm512_cvtph_ps, _mm512_div_ps, _mm512_dpbf16_ps, _mm512_extractf32x8_ps,
-    _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_blend_ps, _mm512_max_ps, _mm512_mul_ps,
-    _mm512_or_ps, _mm512_reduce_max_ps, _mm512_roundscale_ps, _mm512_scalef_ps, _mm512_set1_epi32,
-    _mm512_set1_ps, _mm512_setr_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
+    _MM_HINT_T1, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128, _mm_movehdup_ps, _mm_movehl_ps,
+    _mm_prefetch, _mm_storeu_ps, _mm256_add_ps, _mm256_and_si256, _mm256_castps256_ps128,
+    _mm256_cvtepi8_epi16, _mm256_extractf128_ps, _mm256_loadu_si256, _mm256_set1_epi16, _mm256_slli_epi16,
+    _mm256_storeu_si256, _mm512_abs_ps, _mm512_add_ps, _mm512_and_ps, _mm512_and_si512, _mm512_castpd_ps,
+    _mm512_castps_pd, _mm512_castps_si512, _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
+    _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtneps_pbh, _mm512_cvtph_ps,
+    _mm512_div_ps, _mm512_dpbf16_ps, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
+    _mm512_loadu_si512, _mm512_mask_blend_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_or_ps,
+    _mm512_reduce_max_ps, _mm512_roundscale_ps, _mm512_scalef_ps, _mm512_set1_epi32, _mm512_set1_ps,
+    _mm512_setr_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
     _mm512_unpackhi_epi16, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_epi16, _mm512_unpacklo_pd,
     _mm512_unpacklo_ps,
 };
@@ -113,10 +114,13 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
 
     #[inline(always)]
     fn sum(self, a: __m512) -> f32 {
-        let mut sums = [0.0; 4];
-        // SAFETY: four elements.
-        unsafe { self.sum_four(sums.as_mut_ptr(), [a; 4]) }
-        sums[0]
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe {
+            let eight = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a));
+            let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+        }
     }
 
     #[inline(always)]
@@ -286,6 +290,15 @@ impl Pairs for Avx512<true> {
                 _mm512_castsi512_ps(_mm512_unpacklo_epi16(a, b)),
                 _mm512_castsi512_ps(_mm512_unpackhi_epi16(a, b)),
             ]
+        }
+    }
+
+    #[inline(always)]
+    fn only(self, words: __m512, which: usize) -> __m512 {
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe {
+            let mask = _mm512_set1_epi32(0xFFFF << (16 * which));
+            _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words), mask))
         }
     }
 
