@@ -10,7 +10,7 @@
 //! ```
 //!
 //! Each word changes by itself, so an upper level can lag:
-//! - *give* sets bits, then the bit above if the word was zero;
+//! - *give* sets bits by one addition, then the bit above if the word was zero;
 //! - *claim* clears bits by one compare-exchange; if the word became zero it clears the bit above,
 //!   then looks at the word again and sets that bit once more if someone gave meanwhile.
 //!
@@ -19,6 +19,7 @@
 //! thread stands between two of these steps a word can be hidden; then [`Bitmap::take_word`] walks
 //! level 0. So a stopped thread hides nothing from others.
 
+use std::num::NonZeroU64;
 use std::ops::Range;
 
 use super::lines::{Lines, WORDS_PER_LINE};
@@ -35,15 +36,33 @@ pub const BLOCK_ITEMS: u32 = WORD_BITS * WORDS_PER_LINE as u32;
 pub struct Bits {
     /// Index of the word.
     pub word: u32,
-    /// The bits; never zero.
-    pub mask: u64,
+    /// The bits. Not being zero, they tell `None` apart, so that `Option<Bits>` goes in registers.
+    pub mask: NonZeroU64,
 }
 
 impl Bits {
+    /// These bits of that word, if there are any.
+    #[inline]
+    pub fn new(word: u32, mask: u64) -> Option<Self> {
+        NonZeroU64::new(mask).map(|mask| Self { word, mask })
+    }
+
+    /// The lowest item.
+    #[inline]
+    pub fn first(self) -> u32 {
+        self.word * WORD_BITS + self.mask.trailing_zeros()
+    }
+
+    /// The `max` lowest of them.
+    #[inline]
+    fn lowest(self, max: u32) -> Option<Self> {
+        Self::new(self.word, lowest(self.mask.get(), max))
+    }
+
     /// The items, ascending.
     pub fn items(self) -> impl Iterator<Item = u32> {
         let first = self.word * WORD_BITS;
-        let mut rest = self.mask;
+        let mut rest = self.mask.get();
         std::iter::from_fn(move || {
             let bit = (rest != 0).then(|| rest.trailing_zeros())?;
             rest &= rest - 1;
@@ -66,7 +85,10 @@ pub enum Run {
 /// A set of the numbers `0..len` that threads take from and give to without waiting.
 #[derive(Debug)]
 pub struct Bitmap {
-    levels: Box<[Lines]>,
+    /// Level 0, apart from the others because every operation goes there.
+    items: Lines,
+    /// Levels 1 and up.
+    upper: Box<[Lines]>,
     len: u32,
 }
 
@@ -94,17 +116,21 @@ impl Bitmap {
             }
         };
         let (mut low, mut high) = (first.min(len) as usize, len as usize);
-        let mut levels = Vec::new();
-        loop {
+        let mut level = || {
             let words = high.div_ceil(64).max(1);
-            levels.push(Lines::new(words, word(low, high)));
-            if words == 1 {
-                break;
-            }
+            let level = Lines::new(words, word(low, high));
             // An empty set has no word to point at.
             (low, high) = (if low == high { words } else { low / 64 }, words);
+            level
+        };
+        let items = level();
+        let mut upper = Vec::new();
+        let mut words = items.len();
+        while words > 1 {
+            upper.push(level());
+            words = words.div_ceil(64);
         }
-        Self { levels: levels.into(), len }
+        Self { items, upper: upper.into(), len }
     }
 
     /// Numbers the set ranges over.
@@ -119,7 +145,7 @@ impl Bitmap {
 
     /// How many numbers the set holds. Exact when nothing runs.
     pub fn count(&self) -> u64 {
-        (0..self.levels[0].len()).map(|word| u64::from(self.word(word).count_ones())).sum()
+        (0..self.words()).map(|word| u64::from(self.word(word).count_ones())).sum()
     }
 
     /// Whether `item` is in the set.
@@ -127,20 +153,25 @@ impl Bitmap {
         item < self.len && self.word((item / WORD_BITS) as usize) >> (item % WORD_BITS) & 1 == 1
     }
 
-    /// Takes the lowest number at or above `from`, or else the lowest below it.
+    /// Takes the lowest number at or above `from`, or else the lowest below it. `None`: as for
+    /// [`take_word`](Self::take_word).
     #[inline]
     pub fn take_lowest(&self, from: u32) -> Option<u32> {
-        let bits = self.take_word(from, 1)?;
-        Some(bits.word * WORD_BITS + bits.mask.trailing_zeros())
+        // Mostly the very word of `from` has one, and nobody else takes it.
+        if let Some(bits) = self.here(from).and_then(|seen| seen.lowest(1))
+            && self.claim(bits)
+        {
+            return Some(bits.first());
+        }
+        self.take_word(from, 1).map(Bits::first)
     }
 
     /// Takes up to `max` of the lowest numbers at or above `from` (or else below it) that share a
     /// word, by one compare-exchange. `None`: nothing was seen in a walk over all of level 0.
-    #[inline]
+    #[inline(never)]
     pub fn take_word(&self, from: u32, max: u32) -> Option<Bits> {
         loop {
-            let seen = self.find(from).or_else(|| self.find_anywhere())?;
-            let bits = Bits { word: seen.word, mask: lowest(seen.mask, max) };
+            let bits = self.find(from).or_else(|| self.find_anywhere())?.lowest(max)?;
             if self.claim(bits) {
                 return Some(bits);
             }
@@ -152,10 +183,9 @@ impl Bitmap {
     #[inline]
     pub fn take_seen(&self, from: u32) -> Option<u32> {
         loop {
-            let seen = self.find(from).or_else(|| self.find(0))?;
-            let bits = Bits { word: seen.word, mask: lowest(seen.mask, 1) };
+            let bits = self.find(from).or_else(|| self.find(0))?.lowest(1)?;
             if self.claim(bits) {
-                return Some(bits.word * WORD_BITS + bits.mask.trailing_zeros());
+                return Some(bits.first());
             }
         }
     }
@@ -178,8 +208,10 @@ impl Bitmap {
     pub fn give(&self, bits: Bits) {
         // Release: pairs with the Acquire in `claim`; what the giver did to the items happens
         // before what the next taker does. Acquire: a later `settle` must see at least this state.
-        let before = self.levels[0].get(bits.word as usize).fetch_or(bits.mask, Ordering::AcqRel);
-        debug_assert_eq!(before & bits.mask, 0, "given twice");
+        // An addition, since these bits are clear and nobody else sets them: on x86 it tells what was
+        // there before, for which `fetch_or` takes a load and a loop of compare-exchanges.
+        let before = self.items.get(bits.word as usize).fetch_add(bits.mask.get(), Ordering::AcqRel);
+        debug_assert_eq!(before & bits.mask.get(), 0, "given twice");
         if before == 0 {
             self.raise(1, bits.word as usize);
         }
@@ -188,21 +220,24 @@ impl Bitmap {
     /// Puts one number into the set. It must have been taken from it.
     #[inline]
     pub fn give_item(&self, item: u32) {
-        self.give(Bits { word: item / WORD_BITS, mask: 1 << (item % WORD_BITS) });
+        if let Some(bits) = Bits::new(item / WORD_BITS, 1 << (item % WORD_BITS)) {
+            self.give(bits);
+        }
     }
 
     /// Checks that no non-zero word is hidden and no bit lies outside the set's range.
     /// Means something only when nothing runs.
     pub fn validate(&self) -> Result<(), String> {
-        for (level, words) in self.levels.iter().enumerate() {
-            let items = if level == 0 { self.len as usize } else { self.levels[level - 1].len() };
+        for level in 0..=self.upper.len() {
+            let words = self.level(level);
+            let items = if level == 0 { self.len as usize } else { self.level(level - 1).len() };
             for index in 0..words.len() {
                 let word = words.get(index).load(Ordering::Acquire);
                 let inside = items - index * 64;
                 if inside < 64 && word >> inside != 0 {
                     return Err(format!("bitmap level {level} word {index}: a bit beyond {items} is set"));
                 }
-                let above = self.levels.get(level + 1).map(|words| words.get(index / 64));
+                let above = self.upper.get(level).map(|words| words.get(index / 64));
                 if word != 0
                     && let Some(above) = above
                     && above.load(Ordering::Acquire) >> (index % 64) & 1 == 0
@@ -219,21 +254,28 @@ impl Bitmap {
     pub(super) fn word(&self, index: usize) -> u64 {
         // Acquire: pairs with the Release in `claim` and `give`. Whoever sees a claim also sees the
         // gives that its taker had seen, so a holder of credits never misses pages for good.
-        self.levels[0].get(index).load(Ordering::Acquire)
+        self.items.get(index).load(Ordering::Acquire)
     }
 
     /// Words of level 0.
     pub(super) fn words(&self) -> usize {
-        self.levels[0].len()
+        self.items.len()
+    }
+
+    /// The words of a level that there is.
+    #[inline]
+    fn level(&self, level: usize) -> &Lines {
+        level.checked_sub(1).map_or(&self.items, |above| &self.upper[above])
     }
 
     /// Takes exactly these bits, or nothing if one of them is gone.
     #[inline]
     fn claim(&self, bits: Bits) -> bool {
-        let word = self.levels[0].get(bits.word as usize);
+        let word = self.items.get(bits.word as usize);
         let mut seen = word.preload();
-        while seen & bits.mask == bits.mask {
-            let rest = seen & !bits.mask;
+        let mask = bits.mask.get();
+        while seen & mask == mask {
+            let rest = seen & !mask;
             // Acquire: pairs with the Release in `give`. Release: pairs with the Acquire in `word`.
             match word.compare_exchange_weak(seen, rest, Ordering::AcqRel, Ordering::Relaxed) {
                 Ok(_) => {
@@ -251,7 +293,7 @@ impl Bitmap {
     /// Sets the bit for word `index` of `level - 1` in `level`, and further up as far as needed.
     #[cold]
     fn raise(&self, level: usize, mut index: usize) {
-        for words in &self.levels[level..] {
+        for words in &self.upper[level - 1..] {
             // Release: pairs with the Acquire in `settle`: whoever clears this bit later sees the
             // word below as it was when it was raised, or newer.
             let before = words.get(index / 64).fetch_or(1 << (index % 64), Ordering::AcqRel);
@@ -266,16 +308,24 @@ impl Bitmap {
     /// the word is not zero after all.
     #[cold]
     fn settle(&self, level: usize, index: usize) {
-        let Some(above) = self.levels.get(level + 1) else { return };
+        let Some(above) = self.upper.get(level) else { return };
         let bit = 1 << (index % 64);
         // Acquire: pairs with the Release in `raise`, so that the look below sees what was given.
         let before = above.get(index / 64).fetch_and(!bit, Ordering::AcqRel);
         if before == bit {
             self.settle(level + 1, index / 64);
         }
-        if self.levels[level].get(index).load(Ordering::Acquire) != 0 {
+        if self.level(level).get(index).load(Ordering::Acquire) != 0 {
             self.raise(level + 1, index);
         }
+    }
+
+    /// The items at or above `from` in its own word.
+    #[inline]
+    fn here(&self, from: u32) -> Option<Bits> {
+        // Acquire: as in `word`.
+        let word = self.items.find((from / WORD_BITS) as usize)?.load(Ordering::Acquire);
+        Bits::new(from / WORD_BITS, word & (u64::MAX << (from % WORD_BITS)))
     }
 
     /// The first word with items at or above `from`, as the tree shows it.
@@ -283,12 +333,12 @@ impl Bitmap {
     fn find(&self, from: u32) -> Option<Bits> {
         let (mut level, mut item, mut descended) = (0, from as usize, false);
         loop {
-            let (words, index) = (&self.levels[level], item / 64);
+            let (words, index) = (self.level(level), item / 64);
             if index < words.len() {
                 // Acquire: as in `word`.
                 let mask = words.get(index).load(Ordering::Acquire) & (u64::MAX << (item % 64));
                 if mask != 0 && level == 0 {
-                    return Some(Bits { word: index as u32, mask });
+                    return Bits::new(index as u32, mask);
                 }
                 if mask != 0 {
                     item = (index * 64 + mask.trailing_zeros() as usize) * 64;
@@ -304,7 +354,7 @@ impl Bitmap {
             level += 1;
             item = index + 1;
             descended = false;
-            if level == self.levels.len() {
+            if level > self.upper.len() {
                 return None;
             }
         }
@@ -313,11 +363,7 @@ impl Bitmap {
     /// Any word with items: by the tree from the start, else by a walk over level 0.
     #[cold]
     fn find_anywhere(&self) -> Option<Bits> {
-        self.find(0).or_else(|| {
-            let mut words =
-                (0..self.words()).map(|index| Bits { word: index as u32, mask: self.word(index) });
-            words.find(|bits| bits.mask != 0)
-        })
+        self.find(0).or_else(|| (0..self.words()).find_map(|index| Bits::new(index as u32, self.word(index))))
     }
 
     /// First item of the lowest run of `n` within `range`.
@@ -325,8 +371,8 @@ impl Bitmap {
         let mut from = range.start;
         // The run that reaches the end of the words walked so far: its start, and where it ends.
         let mut open = 0..0;
-        while let Some(Bits { word, mut mask }) = self.find(from) {
-            let base = word * WORD_BITS;
+        while let Some(bits) = self.find(from) {
+            let (base, mut mask) = (bits.word * WORD_BITS, bits.mask.get());
             if base >= range.end {
                 return None;
             }
@@ -389,6 +435,6 @@ fn run_pieces(first: u32, n: u32) -> impl Iterator<Item = Bits> {
         let bits = (WORD_BITS - bit).min(end - item);
         let mask = (bits > 0).then(|| (u64::MAX >> (WORD_BITS - bits)) << bit)?;
         item += bits;
-        Some(Bits { word, mask })
+        Bits::new(word, mask)
     })
 }

@@ -180,23 +180,19 @@ impl<const SHARDS: usize> Credits<SHARDS> {
 
     /// Gives `n` credits, whose pages can be found by now. `shard` is the caller's own.
     #[inline]
-    pub(super) fn give(&self, shard: usize, mut n: u64) {
+    pub(super) fn give(&self, shard: usize, n: u64) {
         let own = &self.shards[shard % SHARDS];
         let mut seen = Shard(own.preload());
-        while n > 0 {
-            let part = n.min(Shard::CAP - seen.credits());
-            if part == 0 {
-                return self.give_central(n);
-            }
+        while let room @ 1.. = Shard::CAP - seen.credits() {
+            let part = n.min(room);
             // Release: pairs with the Acquire in `take`, directly or through a merge.
             match own.compare_exchange_weak(seen.0, seen.given(part).0, Ordering::AcqRel, Ordering::Relaxed) {
-                Ok(_) => {
-                    n -= part;
-                    seen = seen.given(part);
-                }
+                Ok(_) if part == n => return,
+                Ok(_) => return self.give_central(n - part),
                 Err(now) => seen = Shard(now),
             }
         }
+        self.give_central(n);
     }
 
     /// All credits. Exact when nothing runs.

@@ -74,6 +74,7 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
                 freed.push(handle.page());
             }
         }
+        freed.finish();
         Ok(())
     }
 

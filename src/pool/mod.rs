@@ -11,7 +11,7 @@
 //! so whoever holds a credit finds a page, and whoever finds a page owns its word.
 //!
 //! No operation takes a lock or waits for another thread: each loop repeats only because another
-//! thread's compare-exchange succeeded.
+//! thread changed the word.
 
 mod bitmap;
 mod check;
@@ -24,6 +24,7 @@ pub use bitmap::{BLOCK_ITEMS, Bitmap, Bits, Run, WORD_BITS};
 pub use credits::Shortage;
 pub use words::MAX_COUNT;
 
+use std::mem;
 use std::ops::Range;
 
 use crate::error::{Error, Result};
@@ -193,12 +194,13 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
     pub fn release_pages(&self, pages: impl IntoIterator<Item = PageId>) {
         let mut freed = Freed::new(self);
         for page in pages {
-            let released = self.words.release(page, |word| word.droppable() > 0);
+            let released = self.words.release(page);
             debug_assert!(released.is_ok(), "{page:?} was released but not held");
             if released == Ok(true) {
                 freed.push(page);
             }
         }
+        freed.finish();
     }
 
     /// Takes a page for a credit that the caller holds.
@@ -221,7 +223,7 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
             match self.free.take_run(region.clone(), n) {
                 Run::Taken(first) => {
                     out.extend((first..first + n).map(PageId));
-                    return self.start(&out[taken..]);
+                    return self.words.start_run(PageId(first), n as usize);
                 }
                 Run::Lost => {}
                 Run::Absent => break,
@@ -237,12 +239,7 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
         if !pages.is_sorted() {
             pages.sort_unstable();
         }
-        self.start(pages);
-    }
-
-    #[inline]
-    fn start(&self, pages: &[PageId]) {
-        for &page in pages {
+        for &page in &*pages {
             self.words.start(page);
         }
     }
@@ -251,8 +248,9 @@ impl<const SHARDS: usize> PagePool<SHARDS> {
 /// Pages whose last reference went, on their way back: bits first, credits last.
 struct Freed<'a, const SHARDS: usize> {
     pool: &'a PagePool<SHARDS>,
-    /// Bits of one word that are not set yet.
-    bits: Bits,
+    /// A word of the bitmap, and which of its bits are not set yet.
+    word: u32,
+    mask: u64,
     /// Pages in all.
     credits: u64,
 }
@@ -260,37 +258,58 @@ struct Freed<'a, const SHARDS: usize> {
 impl<'a, const SHARDS: usize> Freed<'a, SHARDS> {
     #[inline]
     fn new(pool: &'a PagePool<SHARDS>) -> Self {
-        Self { pool, bits: Bits { word: 0, mask: 0 }, credits: 0 }
+        Self { pool, word: 0, mask: 0, credits: 0 }
     }
 
     #[inline]
     fn push(&mut self, page: PageId) {
         let word = page.0 / WORD_BITS;
-        if word != self.bits.word {
+        if word != self.word {
             self.flush();
-            self.bits.word = word;
+            self.word = word;
         }
-        self.bits.mask |= 1 << (page.0 % WORD_BITS);
+        self.mask |= 1 << (page.0 % WORD_BITS);
         self.credits += 1;
     }
 
     #[inline]
     fn flush(&mut self) {
-        if self.bits.mask != 0 {
-            self.pool.free.give(self.bits);
-            self.bits.mask = 0;
+        if let Some(bits) = Bits::new(self.word, mem::take(&mut self.mask)) {
+            self.pool.free.give(bits);
         }
+    }
+
+    /// The ordinary end: does what `drop` does, in line.
+    #[inline]
+    fn finish(self) {
+        let Self { pool, word, mask, credits } = self;
+        mem::forget(self);
+        Self::give(pool, Bits::new(word, mask), credits);
+    }
+
+    #[inline]
+    fn give(pool: &PagePool<SHARDS>, bits: Option<Bits>, credits: u64) {
+        if let Some(bits) = bits {
+            pool.free.give(bits);
+        }
+        if credits > 0 {
+            pool.credits.give(thread_number(), credits);
+        }
+    }
+
+    /// What `drop` does. A call by value, so that until then all lies in registers.
+    #[cold]
+    #[inline(never)]
+    fn give_after_panic(pool: &PagePool<SHARDS>, bits: Option<Bits>, credits: u64) {
+        Self::give(pool, bits, credits);
     }
 }
 
 impl<const SHARDS: usize> Drop for Freed<'_, SHARDS> {
-    // In `drop`, so that a caller's iterator that panics loses no page.
+    // So that a caller's iterator that panics loses no page.
     #[inline]
     fn drop(&mut self) {
-        self.flush();
-        if self.credits > 0 {
-            self.pool.credits.give(thread_number(), self.credits);
-        }
+        Self::give_after_panic(self.pool, Bits::new(self.word, self.mask), self.credits);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::lines::Lines;
 use crate::ids::PageId;
-use crate::sync::{Ordering, Preload, prefetch};
+use crate::sync::{AtomicU64, Ordering, Preload, prefetch};
 
 /// The largest reference count.
 pub const MAX_COUNT: u32 = (1 << COUNT_BITS) - 1;
@@ -78,6 +78,19 @@ impl PageWord {
         if self.count() == 1 { Self::free(self.generation().wrapping_add(1)) } else { Self(self.0 - ONE) }
     }
 
+    /// Whether one reference and nothing else holds the page, and it is promised to no list.
+    #[inline]
+    const fn is_plain(self) -> bool {
+        self.0 as u32 == ONE as u32
+    }
+
+    /// [`minus_one`](Self::minus_one) where [`is_plain`](Self::is_plain): the generation is the upper
+    /// half of the word and begins again after its last.
+    #[inline]
+    const fn ended(self) -> Self {
+        Self(self.0.wrapping_add(PageWord::free(1).0 - ONE))
+    }
+
     /// One reference more that is promised to a list.
     #[inline]
     const fn promised(self) -> Self {
@@ -120,11 +133,21 @@ impl PageWords {
     /// Starts a life: count 0 becomes 1. Only for the thread that took the page's bit.
     #[inline]
     pub(super) fn start(&self, page: PageId) {
-        let word = self.0.get(page.index());
+        Self::start_word(self.0.get(page.index()));
+    }
+
+    /// [`start`](Self::start) for `n` adjacent pages.
+    #[inline]
+    pub(super) fn start_run(&self, first: PageId, n: usize) {
+        self.0.range(first.index()..first.index() + n).iter().for_each(Self::start_word);
+    }
+
+    #[inline]
+    fn start_word(word: &AtomicU64) {
         // Relaxed, and a plain store: taking the bit ordered this after the last life's end, and
         // nobody else changes a word whose count is 0.
         let free = PageWord(word.load(Ordering::Relaxed));
-        debug_assert_eq!(free.count(), 0, "{page:?} was handed out while held");
+        debug_assert_eq!(free.count(), 0, "a page was handed out while held");
         word.store(free.plus_one().0, Ordering::Relaxed);
     }
 
@@ -136,12 +159,26 @@ impl PageWords {
         self.update(page, allow, PageWord::plus_one, Ordering::Relaxed).map(drop)
     }
 
-    /// Drops a reference if `allow` agrees; true: it was the last, and the caller frees the page.
+    /// Drops a reference if one can be dropped; true: it was the last, and the caller frees the page.
     /// Otherwise returns the word that was refused.
     #[inline]
-    pub(super) fn release(&self, page: PageId, allow: impl Fn(PageWord) -> bool) -> Result<bool, PageWord> {
+    pub(super) fn release(&self, page: PageId) -> Result<bool, PageWord> {
+        let word = self.0.get(page.index());
+        let seen = PageWord(word.preload());
+        // Mostly it is the last reference and no list has a part in it. AcqRel: as in `release_one`.
+        if seen.is_plain()
+            && word.compare_exchange(seen.0, seen.ended().0, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        {
+            return Ok(true);
+        }
+        self.release_one(page)
+    }
+
+    #[inline(never)]
+    fn release_one(&self, page: PageId) -> Result<bool, PageWord> {
         // Release: pairs with the Acquire of the next release and in `get`. Acquire: whoever ends
         // the page's life does so after all that former holders did.
+        let allow = |word: PageWord| word.droppable() > 0;
         let before = self.update(page, allow, PageWord::minus_one, Ordering::AcqRel)?;
         Ok(before.count() == 1)
     }
@@ -203,6 +240,24 @@ impl PageWords {
             match word.compare_exchange_weak(seen.0, change(seen).0, order, Ordering::Relaxed) {
                 Ok(_) => return Ok(seen),
                 Err(now) => seen = PageWord(now),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_short_way_of_ending_a_life_ends_in_the_same_word() {
+        for generation in [0, 1, u32::MAX - 1, u32::MAX] {
+            let word = PageWord::free(generation).plus_one();
+            assert!(word.is_plain());
+            assert_eq!(word.ended(), word.minus_one());
+            for other in [PageWord::free(generation), word.plus_one(), word.promised(), PageWord(word.0 | 1)]
+            {
+                assert!(!other.is_plain(), "{other:?}");
             }
         }
     }

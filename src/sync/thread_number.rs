@@ -22,6 +22,7 @@ mod imp {
 
 #[cfg(not(loom))]
 mod imp {
+    use std::cell::Cell;
     use std::sync::atomic::{AtomicU64, Ordering};
 
     const WORDS: usize = 4;
@@ -56,6 +57,8 @@ mod imp {
 
     impl Drop for Number {
         fn drop(&mut self) {
+            // Destructors that run later share number 0.
+            KNOWN.set(1);
             if let Some(word) = IN_USE.get(self.0 / 64) {
                 word.fetch_and(!(1 << (self.0 % 64)), Ordering::Relaxed);
             }
@@ -64,13 +67,22 @@ mod imp {
 
     thread_local! {
         static NUMBER: Number = Number::claim();
+        /// The number plus one, or 0 while it isn't known. Having neither an initialiser to run nor a
+        /// destructor, it is there at once.
+        static KNOWN: Cell<usize> = const { Cell::new(0) };
     }
 
     /// The calling thread's number: the lowest that no other living thread had when it first asked.
     #[inline]
     pub fn thread_number() -> usize {
-        // A destructor that runs after the number was given back shares number 0.
-        NUMBER.try_with(|number| number.0).unwrap_or(0)
+        KNOWN.get().checked_sub(1).unwrap_or_else(first_asked)
+    }
+
+    #[cold]
+    fn first_asked() -> usize {
+        let number = NUMBER.try_with(|number| number.0).unwrap_or(0);
+        KNOWN.set(number + 1);
+        number
     }
 }
 
