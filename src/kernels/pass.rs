@@ -45,11 +45,19 @@ pub(super) struct Rows<'a, S> {
 }
 
 impl<S: Simd> Rows<'_, S> {
+    /// Whether every row sees all of a tile of so many keys.
+    pub(super) fn see_all(&self, tile: usize, tokens: usize) -> bool {
+        let Block { position, num_queries, len, .. } = *self.block;
+        let (mask, last) = (self.call.mask, position + num_queries as i64 - 1);
+        mask.seen(last, len).start <= tile * tokens && (tile + 1) * tokens <= mask.seen(position, len).end
+    }
+
     /// Those of one KV head of the block before one tile.
     pub(super) fn tile<'t, const N: usize>(
         &'t mut self,
         kv_head: usize,
         tile: usize,
+        whole: bool,
         scales: Option<TileScales<'t>>,
     ) -> Tile<'t, S, N> {
         let Self { rows, key_words, value_dim, .. } = *self;
@@ -63,6 +71,7 @@ impl<S: Simd> Rows<'_, S> {
             key_words,
             value_dim,
             at_once: self.at_once,
+            whole,
             scales,
             scores: &mut self.scores[kv_head * rows * N..][..rows * N],
             acc: &mut self.state.acc[kv_head * rows * value_dim..][..rows * value_dim],

@@ -109,7 +109,8 @@ impl<S: Simd, M: Method<S>> Prepared<S, M> {
                 }
                 (None, None) => unreachable!("tiles are packed, or padded"),
             };
-            let mut tile = rows.tile::<N>(kv_head, tile, scales);
+            let whole = rows.see_all(tile, N);
+            let mut tile = rows.tile::<N>(kv_head, tile, whole, scales);
             tile.scores::<M::Prepared, M::Word>(keys, None, later.as_ref());
             tile.weigh::<M::Prepared>();
             tile.weighted_sums::<M::Prepared>(values, None);

@@ -92,10 +92,14 @@ pub(super) fn attend<S: Simd, M: Method<S>>(places: &Places, scales: &mut PairOf
             ahead.advance();
         }
     }
+    let (mut whole_of, mut whole) = (usize::MAX, false);
     while steps.is_left() {
         let step @ Step { tile, kv_head, values } = steps.at;
         let asked = !alone && ahead.is_left() && !(ahead.at.values && call.value_in_key());
         let next = asked.then(|| place(ahead.at));
+        if tile != whole_of {
+            (whole_of, whole) = (tile, rows.see_all(tile, SHORT_TILE));
+        }
         // All heads before the first values where they come one after the other.
         let weighed = match (values, steps.run) {
             (true, 1) if kv_head == 0 => 0..block.num_kv_heads,
@@ -105,9 +109,9 @@ pub(super) fn attend<S: Simd, M: Method<S>>(places: &Places, scales: &mut PairOf
         for kv_head in weighed {
             let next = (kv_head + 1 < block.num_kv_heads).then(|| (tokens(tile), head_of(kv_head + 1)));
             let scales = scales.of(simd, (tokens(tile), head_of(kv_head)), next);
-            rows.tile::<SHORT_TILE>(kv_head, tile, scales).weigh::<M>();
+            rows.tile::<SHORT_TILE>(kv_head, tile, whole, scales).weigh::<M>();
         }
-        let mut tile = rows.tile::<SHORT_TILE>(kv_head, tile, None);
+        let mut tile = rows.tile::<SHORT_TILE>(kv_head, tile, whole, None);
         // SAFETY: offsets name slots of the pools, checked where they were located, of dims that are
         // whole vectors here.
         unsafe {
