@@ -127,3 +127,91 @@ pub(super) fn attend<S: Simd, M: Method<S>>(places: &Places, scales: &mut PairOf
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::flash::{Call, SPLIT};
+    use super::super::mask::Mask;
+    use super::super::places::Places;
+    use super::{Step, Steps};
+    use crate::dtype::DType;
+    use crate::layout::PagesLayout;
+    use crate::storage::{PagesView, RowsView};
+
+    /// Tile, head, and whether it is their values.
+    type Visit = (usize, usize, bool);
+
+    /// In order of memory, put plainly.
+    fn plainly(tiles: std::ops::Range<usize>, kv_heads: usize, page_size: usize) -> Vec<Visit> {
+        let tiles: Vec<usize> = tiles.collect();
+        let mut visits = Vec::new();
+        if page_size < 32 {
+            for &tile in &tiles {
+                for values in [false, true] {
+                    visits.extend((0..kv_heads).map(|head| (tile, head, values)));
+                }
+            }
+            return visits;
+        }
+        for page in tiles.chunk_by(|a, b| a * 16 / page_size == b * 16 / page_size) {
+            for head in 0..kv_heads {
+                visits.extend(page.iter().flat_map(|&tile| [(tile, head, false), (tile, head, true)]));
+            }
+        }
+        visits
+    }
+
+    #[test]
+    fn steps_take_every_tile_of_every_head_once_keys_before_values() {
+        // Nothing is read.
+        let rows = RowsView::from_slice(&[0.0_f32], [1, 1, 1]).unwrap();
+        let layout = PagesLayout {
+            dtype: DType::F32,
+            num_pages: 0,
+            num_heads: 1,
+            page_size: 1,
+            head_dim: 1,
+            page_stride: 1,
+            head_stride: 1,
+            token_stride: 1,
+        };
+        // SAFETY: no pages.
+        let pages = unsafe { PagesView::new(std::ptr::dangling_mut(), layout, false) };
+        let call = Call {
+            query: rows,
+            key_pages: pages,
+            value_pages: pages,
+            mask: Mask { causal: true, window_left: None },
+            scale: 1.0,
+            soft_cap: 0.0,
+            slopes: None,
+            sinks: None,
+        };
+        for page_size in [1, 16, 24, 32, 128] {
+            for (start, end) in
+                [(0, SPLIT), (0, 1), (5, 9), (40, 41), (17, 130), (250, 400), (SPLIT + 127, SPLIT + 129)]
+            {
+                for kv_heads in 1..4 {
+                    let mut places = Places::new(&call);
+                    places.keys = start..end;
+                    let mut steps = Steps::new(&places, kv_heads, page_size);
+                    let mut visits = Vec::new();
+                    while steps.is_left() {
+                        let Step { tile, kv_head, values } = steps.at;
+                        visits.push((tile, kv_head, values));
+                        steps.advance();
+                    }
+                    let what = format!("{start}..{end}, {kv_heads} heads, pages of {page_size}");
+                    let tiles = start / 16..end.div_ceil(16);
+                    assert_eq!(visits, plainly(tiles.clone(), kv_heads, page_size), "{what}");
+                    // A head's sums have the same order whatever the pages.
+                    for head in 0..kv_heads {
+                        let of_head: Vec<Visit> = visits.iter().copied().filter(|v| v.1 == head).collect();
+                        let want = tiles.clone().flat_map(|tile| [(tile, head, false), (tile, head, true)]);
+                        assert_eq!(of_head, want.collect::<Vec<_>>(), "{what}");
+                    }
+                }
+            }
+        }
+    }
+}
