@@ -1,7 +1,5 @@
-//! Few queries: keys and values as they lie, tile by tile in the order in which memory holds them.
-//!
-//! Where a page has no more tokens than a tile, all heads' keys come before all heads' values; of longer
-//! pages, all tiles of one head before those of the next, a tile's keys before its values.
+//! Few queries: keys and values as they lie, tile by tile: all heads' keys, then all heads' values, so that
+//! memory is read in runs as long as a page's tokens of one head, and page after page in all of them.
 
 use super::method::Method;
 use super::pass::Rows;
@@ -10,63 +8,22 @@ use super::simd::Simd;
 use super::tile::{Keys, Values};
 use super::tokens::{SHORT_TILE, Tokens};
 
-/// Bytes from what is read to what is asked for.
-const AHEAD: usize = 8 << 10;
-
 /// Keys or values of one tile in one head.
 #[derive(Clone, Copy)]
 struct Step {
     tile: usize,
-    kv_head: usize,
     values: bool,
+    kv_head: usize,
 }
 
-/// All steps from `at` on.
-#[derive(Clone)]
-struct Steps {
-    at: Step,
-    /// The tile behind the last.
-    end: usize,
-    kv_heads: usize,
-    /// Tiles of a page.
-    run: usize,
-    /// The first tile at hand of the page at hand.
-    first: usize,
-}
-
-impl Steps {
-    fn new(places: &Places, kv_heads: usize, page_size: usize) -> Self {
-        let tiles = places.tiles(SHORT_TILE);
-        let at = Step { tile: tiles.start, kv_head: 0, values: false };
-        let run = (page_size / SHORT_TILE).max(1);
-        Self { at, end: tiles.end, kv_heads, run, first: tiles.start }
-    }
-
-    fn is_left(&self) -> bool {
-        self.at.tile < self.end
-    }
-
-    fn advance(&mut self) {
-        let Self { at, end, kv_heads, run, first } = self;
-        if *run == 1 {
-            at.kv_head += 1;
-            if at.kv_head == *kv_heads {
-                at.kv_head = 0;
-                at.tile += usize::from(at.values);
-                at.values = !at.values;
-            }
-            return;
-        }
-        at.tile += usize::from(at.values);
-        at.values = !at.values;
-        if !at.values && (at.tile == *end || at.tile.is_multiple_of(*run)) {
-            at.kv_head += 1;
-            if at.kv_head == *kv_heads {
-                at.kv_head = 0;
-                *first = at.tile;
-            } else {
-                at.tile = *first;
-            }
+impl Step {
+    /// The next, of so many heads.
+    fn next(self, kv_heads: usize) -> Self {
+        let Self { tile, values, kv_head } = self;
+        if kv_head + 1 < kv_heads {
+            Self { tile, values, kv_head: kv_head + 1 }
+        } else {
+            Self { tile: tile + usize::from(values), values: !values, kv_head: 0 }
         }
     }
 }
@@ -74,42 +31,34 @@ impl Steps {
 /// All keys at hand.
 pub(super) fn attend<S: Simd, M: Method<S>>(places: &Places, scales: &mut PairOfScales, rows: &mut Rows<S>) {
     let Rows { simd, call, block, .. } = *rows;
-    let layout = call.key_pages.layout();
+    let kv_heads = block.num_kv_heads;
     let head_of = |kv_head| block.first_kv_head + kv_head;
     let tokens = |tile: usize| tile * SHORT_TILE..(tile + 1) * SHORT_TILE;
     let place = |step: Step| -> Tokens<M::Word> {
         let (kv_head, tokens) = (head_of(step.kv_head), tokens(step.tile));
         if step.values { places.values(kv_head, tokens) } else { places.keys(kv_head, tokens) }
     };
-    let mut steps = Steps::new(places, block.num_kv_heads, layout.page_size);
-    let mut ahead = steps.clone();
-    // With one row there is so little to compute that the processor asks for what follows itself; asked
-    // twice, it would do so later.
-    let alone = block.num_queries * call.group() == 1;
-    let distance = AHEAD.div_ceil(SHORT_TILE * layout.head_dim * layout.dtype.size());
-    for _ in 0..distance {
-        if ahead.is_left() {
-            ahead.advance();
-        }
+    let tiles = places.tiles(SHORT_TILE);
+    let mut step = Step { tile: tiles.start, values: false, kv_head: 0 };
+    // What is asked for while a step is worked on: the next, or the one after it, since with several rows
+    // to a key the processor doesn't ask for what follows itself.
+    let mut ahead = step.next(kv_heads);
+    if call.group() > 1 && kv_heads > 1 {
+        ahead = ahead.next(kv_heads);
     }
-    let (mut whole_of, mut whole) = (usize::MAX, false);
-    while steps.is_left() {
-        let step @ Step { tile, kv_head, values } = steps.at;
-        let asked = !alone && ahead.is_left() && !(ahead.at.values && call.value_in_key());
-        let next = asked.then(|| place(ahead.at));
-        if tile != whole_of {
-            (whole_of, whole) = (tile, rows.see_all(tile, SHORT_TILE));
-        }
-        // All heads before the first values where they come one after the other.
-        let weighed = match (values, steps.run) {
-            (true, 1) if kv_head == 0 => 0..block.num_kv_heads,
-            (true, 2..) => kv_head..kv_head + 1,
-            _ => 0..0,
-        };
-        for kv_head in weighed {
-            let next = (kv_head + 1 < block.num_kv_heads).then(|| (tokens(tile), head_of(kv_head + 1)));
-            let scales = scales.of(simd, (tokens(tile), head_of(kv_head)), next);
-            rows.tile::<SHORT_TILE>(kv_head, tile, whole, scales).weigh::<M>();
+    let mut whole = false;
+    while step.tile < tiles.end {
+        let Step { tile, values, kv_head } = step;
+        let asked = ahead.tile < tiles.end && !(ahead.values && call.value_in_key());
+        let next = asked.then(|| place(ahead));
+        if kv_head == 0 && !values {
+            whole = rows.see_all(tile, SHORT_TILE);
+        } else if kv_head == 0 {
+            for kv_head in 0..kv_heads {
+                let next = (kv_head + 1 < kv_heads).then(|| (tokens(tile), head_of(kv_head + 1)));
+                let scales = scales.of(simd, (tokens(tile), head_of(kv_head)), next);
+                rows.tile::<SHORT_TILE>(kv_head, tile, whole, scales).weigh::<M>();
+            }
         }
         let mut tile = rows.tile::<SHORT_TILE>(kv_head, tile, whole, None);
         // SAFETY: offsets name slots of the pools, checked where they were located, of dims that are
@@ -121,9 +70,6 @@ pub(super) fn attend<S: Simd, M: Method<S>>(places: &Places, scales: &mut PairOf
                 tile.scores::<M, M::Word>(Keys::Stored(place(step)), next, None);
             }
         }
-        steps.advance();
-        if ahead.is_left() {
-            ahead.advance();
-        }
+        (step, ahead) = (step.next(kv_heads), ahead.next(kv_heads));
     }
 }
