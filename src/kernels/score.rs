@@ -98,10 +98,7 @@ impl<M, T: Stored, const R: usize, const N: usize> Score<'_, M, T, R, N> {
         let mut i = 0;
         while i < R * K {
             if i + 16 <= R * K {
-                let mut sixteen = [flat[0]; 16];
-                for j in 0..16 {
-                    sixteen[j] = flat[i + j];
-                }
+                let sixteen = std::array::from_fn(|j| flat[i + j]);
                 let mut sums = [0.0; 16];
                 // SAFETY: room for sixteen.
                 unsafe { simd.sum_sixteen(sums.as_mut_ptr(), sixteen) }

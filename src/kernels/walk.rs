@@ -56,7 +56,7 @@ pub(super) fn attend<S: Simd, M: Method<S>>(places: &Places, scales: &mut PairOf
         } else if kv_head == 0 {
             for kv_head in 0..kv_heads {
                 let next = (kv_head + 1 < kv_heads).then(|| (tokens(tile), head_of(kv_head + 1)));
-                let scales = scales.of(simd, (tokens(tile), head_of(kv_head)), next);
+                let scales = scales.of(simd, (tokens(tile), head_of(kv_head)), next.as_ref());
                 rows.tile::<SHORT_TILE>(kv_head, tile, whole, scales).weigh::<M>();
             }
         }
