@@ -57,8 +57,8 @@ pub(super) struct Later<'a, T> {
 impl<T> Later<'_, T> {
     /// Asks for one of `parts`.
     pub(super) fn prefetch<S: Simd>(&self, simd: S, part: usize, parts: usize) {
-        let line = CACHE_LINE / size_of::<T>();
-        for token in part * TILE / parts..(part + 1) * TILE / parts {
+        let (line, count) = (CACHE_LINE / size_of::<T>(), self.keys.offsets.len());
+        for token in part * count / parts..(part + 1) * count / parts {
             for (tokens, words) in [(&self.keys, self.key_words), (&self.values, self.value_words)] {
                 for word in (0..words).step_by(line) {
                     simd.prefetch(tokens.at(token).wrapping_add(word).cast());

@@ -16,7 +16,7 @@ fn what_a_row_does_not_see_does_not_reach_it() {
         .flat_map(|dtype| [1, 3, 4, 8].map(|group| (dtype, group, -1)))
         .chain([(DType::BF16, 4, 7), (DType::BF16, 1, 20), (DType::BF16, 6, 0), (DType::F32, 3, 6)])
     {
-        for (len, queries) in [(17, 17), (83, 40), (142, 23), (77, 5)] {
+        for (len, queries) in [(17, 17), (83, 40), (142, 23), (77, 5), (34, 15), (131, 2)] {
             let case = Case {
                 kv_dtype: dtype,
                 query_dtype: dtype,
@@ -65,34 +65,17 @@ fn what_a_row_does_not_see_does_not_reach_it() {
 fn without_causality_runs_may_have_any_length() {
     for len in [16, 17, 63, 64, 65, 127, 129] {
         for (kv_heads, group) in [(1, 1), (2, 3), (1, 8)] {
-            Case {
-                kv_dtype: DType::BF16,
-                query_dtype: DType::F32,
-                num_kv_heads: kv_heads,
-                group,
-                causal: false,
-                sequences: vec![(len, 16)],
-                ..Case::default()
-            }
-            .check();
-            let case = Case {
-                kv_dtype: DType::BF16,
-                query_dtype: DType::BF16,
-                num_kv_heads: kv_heads,
-                group,
-                causal: false,
-                sequences: vec![(len, 16)],
-                ..Case::default()
-            };
-            let (want, _) = case.expected();
-            for isa in isas() {
-                for (got, want) in case.run(isa, pool(2)).out.iter().zip(&want) {
-                    // Weights and outputs of eight bits.
-                    assert!(
-                        (f64::from(*got) - want).abs() < 1.0 / 200.0,
-                        "{isa}: {got}, not {want} of {len}"
-                    );
+            for query_dtype in [DType::F32, DType::BF16] {
+                Case {
+                    kv_dtype: DType::BF16,
+                    query_dtype,
+                    num_kv_heads: kv_heads,
+                    group,
+                    causal: false,
+                    sequences: vec![(len, 16)],
+                    ..Case::default()
                 }
+                .check();
             }
         }
     }
