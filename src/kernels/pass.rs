@@ -31,7 +31,7 @@ pub(super) struct Rows<'a, S> {
     pub(super) call: &'a Call<'a>,
     pub(super) block: &'a Block<'a>,
     /// Rows of each KV head, and those of them that go through a tile together.
-    rows: usize,
+    per_head: usize,
     at_once: usize,
     /// `[kv_heads, rows, key_words]` in the order of [`State`], as words of the method, padded with
     /// zeros, inside each group of rows in the order in which its keys are taken.
@@ -60,7 +60,7 @@ impl<S: Simd> Rows<'_, S> {
         whole: bool,
         scales: Option<TileScales<'t>>,
     ) -> Tile<'t, S, N> {
-        let Self { rows, key_words, value_dim, .. } = *self;
+        let Self { per_head: rows, key_words, value_dim, .. } = *self;
         Tile {
             simd: self.simd,
             call: self.call,
@@ -107,7 +107,7 @@ impl<'a, S: Simd, M: Method<S>> Pass<'a, S, M> {
                 simd,
                 call,
                 block,
-                rows,
+                per_head: rows,
                 at_once,
                 query: query::load::<S, M>(simd, call, block, key_words, at_once, order),
                 scores: Scratch::zeros(

@@ -33,11 +33,11 @@ impl PairOfScales {
         &mut self,
         simd: S,
         (tokens, kv_head): (Range<usize>, usize),
-        next: Option<(Range<usize>, usize)>,
+        next: Option<&(Range<usize>, usize)>,
     ) -> Option<TileScales<'_>> {
         let [key, value] = &mut **self.0.as_mut()?;
         for scales in [&mut *key, &mut *value] {
-            if let Some((tokens, kv_head)) = &next {
+            if let Some((tokens, kv_head)) = next {
                 scales.prefetch(simd, *kv_head, tokens.clone());
             }
             scales.take(kv_head, tokens.clone());

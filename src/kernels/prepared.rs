@@ -83,7 +83,7 @@ impl<S: Simd, M: Method<S>> Prepared<S, M> {
         });
         // Of the last tile, those that are there.
         let count = N.min(places.keys.end - tile * N);
-        let scales = scales.of(simd, at((tile, kv_head)), next.map(at));
+        let scales = scales.of(simd, at((tile, kv_head)), next.map(at).as_ref());
         // SAFETY: offsets name slots of the pools, checked where they were located, of these dims;
         // buffers hold a tile of whole vectors, and what is packed without one has whole vectors itself.
         unsafe {

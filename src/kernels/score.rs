@@ -40,11 +40,14 @@ impl<S: Simd, M: Method<S, Word = T>, T: Stored, const R: usize, const N: usize>
     #[inline(always)]
     unsafe fn run(self, simd: S) {
         // All rows at once, so that a key is widened once, and as many keys as registers hold sums for
-        // beside a vector of each, a query's and constants; with registers enough, no more than it takes
-        // for sums not to wait for their last addition, as memory is best asked for one key at a time.
+        // beside a vector of each, a query's and constants. With registers enough, no more than it takes
+        // for sums not to wait for their last addition, as memory is best asked for one key at a time;
+        // but single bytes wait for arithmetic.
+        let bytes = size_of::<T>() == 1;
         let at_once = match (R, S::REGISTERS) {
             (1, _) => 8,
             (2, _) => 4,
+            (_, 32..) if bytes => 4,
             (3, ..32) => 3,
             _ => 2,
         };
@@ -75,18 +78,18 @@ impl<M, T: Stored, const R: usize, const N: usize> Score<'_, M, T, R, N> {
         let first = first.min(self.keys.offsets.len() - K);
         let keys = self.keys.at_each::<K>(first);
         let mut sums = [[simd.splat(0.0); K]; R];
-        if R == 1 {
+        let next = self.next.as_ref().and_then(|next| next.at(first, K));
+        let next = next.map(|next| next.at_each::<K>(first));
+        if R == 1 && size_of::<T>() > 1 {
             // Key by key, in the order in which they lie: then the processor itself asks memory for what
-            // follows in good time.
+            // follows, too.
             for i in 0..K {
                 let mut sum = [[sums[0][i]]; R];
                 // SAFETY: the caller's promise.
-                unsafe { self.products::<S, 1>(simd, [keys[i]], None, &mut sum) }
+                unsafe { self.products::<S, 1>(simd, [keys[i]], next.map(|next| [next[i]]), &mut sum) }
                 sums[0][i] = sum[0][0];
             }
         } else {
-            let next = self.next.as_ref().and_then(|next| next.at(first, K));
-            let next = next.map(|next| next.at_each::<K>(first));
             // SAFETY: the caller's promise.
             unsafe { self.products::<S, K>(simd, keys, next, &mut sums) }
         }
@@ -95,10 +98,7 @@ impl<M, T: Stored, const R: usize, const N: usize> Score<'_, M, T, R, N> {
         let mut i = 0;
         while i < R * K {
             if i + 16 <= R * K {
-                let mut sixteen = [flat[0]; 16];
-                for j in 0..16 {
-                    sixteen[j] = flat[i + j];
-                }
+                let sixteen = std::array::from_fn(|j| flat[i + j]);
                 let mut sums = [0.0; 16];
                 // SAFETY: room for sixteen.
                 unsafe { simd.sum_sixteen(sums.as_mut_ptr(), sixteen) }

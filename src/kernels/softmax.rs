@@ -48,7 +48,8 @@ impl<const N: usize> Row<'_, N> {
             let scale = simd.splat(scale);
             let mut max = simd.splat(f32::NEG_INFINITY);
             for i in (0..N).step_by(S::LANES) {
-                max = simd.max(self.logit_of(simd, i, scale), max);
+                // SAFETY: `i` is a multiple of LANES inside the tile, whose size is one too.
+                max = simd.max(simd.mul(unsafe { simd.load(self.scores.as_ptr().add(i)) }, scale), max);
             }
             let reference = self.reference(simd, max);
             let mut sum = simd.splat(0.0);
@@ -69,7 +70,7 @@ impl<const N: usize> Row<'_, N> {
                     }
                 }
             }
-            *self.sum += total(simd, sum);
+            *self.sum += simd.sum(sum);
         } else {
             let vectors = (self.seen.start / S::LANES * S::LANES..self.seen.end.min(N)).step_by(S::LANES);
             let max = self.logits(simd, vectors.clone(), whole);
@@ -79,34 +80,26 @@ impl<const N: usize> Row<'_, N> {
                 // SAFETY: as above.
                 sum = unsafe { self.weights::<S, M, 1>(simd, i, one, reference, sum) };
             }
-            *self.sum += total(simd, sum);
-        }
-    }
-
-    /// The logits of one vector of dot products from `i` on, by scales alone.
-    #[inline(always)]
-    fn logit_of<S: Simd>(&self, simd: S, i: usize, scale: S::F32) -> S::F32 {
-        assert!(i + S::LANES <= N, "a vector of the tile");
-        // SAFETY: just checked; scales are a tile too.
-        unsafe {
-            let x = simd.mul(simd.load(self.scores.as_ptr().add(i)), scale);
-            match self.scales {
-                Some(TileScales { key, .. }) => simd.mul(x, simd.load(key.as_ptr().add(i))),
-                None => x,
-            }
+            *self.sum += simd.sum(sum);
         }
     }
 
     /// Turns some vectors of dot products into logits; returns the largest of each lane.
     #[inline(always)]
     fn logits<S: Simd>(&mut self, simd: S, vectors: StepBy<Range<usize>>, whole: bool) -> S::F32 {
-        let (seen, logit) = (self.seen.clone(), self.logit);
+        let Self { seen, logit, scales, .. } = self;
+        let scores = self.scores.as_mut_ptr();
         let (start, end) = (simd.splat(seen.start as f32), simd.splat(seen.end as f32));
         let masked = simd.splat(f32::NEG_INFINITY);
         let scale = simd.splat(logit.scale);
         let mut max = masked;
         for i in vectors {
-            let mut x = self.logit_of(simd, i, scale);
+            // SAFETY: `i` is a multiple of LANES inside the tile, whose size is one too.
+            let mut x = simd.mul(unsafe { simd.load(scores.add(i)) }, scale);
+            if let Some(TileScales { key, .. }) = scales {
+                // SAFETY: as above.
+                x = simd.mul(x, unsafe { simd.load(key.as_ptr().add(i)) });
+            }
             if logit.soft_cap > 0.0 {
                 let cap = simd.splat(logit.soft_cap);
                 x = simd.mul(cap, tanh(simd, simd.div(x, cap)));
@@ -121,8 +114,8 @@ impl<const N: usize> Row<'_, N> {
                 x = simd.select_less(lanes, start, masked, simd.select_less(lanes, end, x, masked));
             }
             max = simd.max(x, max);
-            // SAFETY: `i` is a multiple of LANES inside the tile, whose size is one too.
-            unsafe { simd.store(self.scores.as_mut_ptr().add(i), x) }
+            // SAFETY: as above.
+            unsafe { simd.store(scores.add(i), x) }
         }
         max
     }
@@ -186,56 +179,6 @@ impl<const N: usize> Row<'_, N> {
         }
         sum
     }
-}
-
-/// The same for four rows that see all of a tile of few vectors, by their dot products alone: side by side,
-/// as the steps of one wait for each other. No bit differs from [`Row::weigh`].
-#[inline(always)]
-pub(super) fn weigh_four<S: Simd, M: Method<S>, const N: usize>(simd: S, mut rows: [Row<N>; 4]) {
-    let Row { logit: Logit { scale, .. }, scales, .. } = rows[0];
-    let scale = simd.splat(scale);
-    let masked = simd.splat(f32::NEG_INFINITY);
-    let mut references = [masked; 4];
-    for (row, reference) in rows.iter_mut().zip(&mut references) {
-        let mut max = masked;
-        for i in (0..N).step_by(S::LANES) {
-            max = simd.max(row.logit_of(simd, i, scale), max);
-        }
-        *reference = row.reference(simd, max);
-    }
-    let mut sums = [simd.splat(0.0); 4];
-    for i in (0..N).step_by(S::LANES) {
-        let mut x = references;
-        for r in 0..4 {
-            x[r] = simd.sub(rows[r].logit_of(simd, i, scale), references[r]);
-        }
-        for (r, mut weight) in exp_each(simd, x).into_iter().enumerate() {
-            sums[r] = simd.add(sums[r], weight);
-            // SAFETY: `i` is a multiple of LANES inside the tile, whose size is one too, as is scales'.
-            unsafe {
-                if let Some(TileScales { value, .. }) = scales {
-                    weight = simd.mul(weight, simd.load(value.as_ptr().add(i)));
-                }
-                // Half as long where a word holds two: over what was read before.
-                M::store_weights(simd, rows[r].scores.as_mut_ptr(), i, weight);
-            }
-        }
-    }
-    let mut totals = [0.0; 4];
-    // SAFETY: room for four.
-    unsafe { simd.sum_four(totals.as_mut_ptr(), sums) }
-    for (row, total) in rows.into_iter().zip(totals) {
-        *row.sum += total;
-    }
-}
-
-/// The sum of all lanes, in the order of four at once.
-#[inline(always)]
-fn total<S: Simd>(simd: S, sum: S::F32) -> f32 {
-    let mut totals = [0.0; 4];
-    // SAFETY: room for four.
-    unsafe { simd.sum_four(totals.as_mut_ptr(), [sum; 4]) }
-    totals[0]
 }
 
 /// The factor that takes a sum relative to `from` to one relative to `to`, the larger.

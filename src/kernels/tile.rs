@@ -10,7 +10,7 @@ use super::product::Product;
 use super::scales::TileScales;
 use super::score::Score;
 use super::simd::{Job, Simd};
-use super::softmax::{Logit, Row, weigh_four};
+use super::softmax::{Logit, Row};
 use super::tokens::{Later, Next, TILE, Tokens};
 use super::weighted::Weighted;
 
@@ -279,29 +279,6 @@ impl<S: Simd, M: Method<S>, const N: usize> Job<S> for Weigh<'_, '_, S, M, N> {
         let Self(tile, _) = self;
         let (dim, group) = (tile.value_dim, tile.call.group());
         let (tiles, _) = tile.scores.as_chunks_mut::<N>();
-        let plain = tile.call.soft_cap == 0.0 && tile.call.slopes.is_none();
-        let mut first = 0;
-        if tile.whole && plain && N < 4 * S::LANES {
-            let logit = Logit { scale: tile.call.scale, soft_cap: 0.0, slope: 0.0, distance: 0.0 };
-            let (tiles, _) = tiles.as_chunks_mut::<4>();
-            let (maxima, _) = tile.max.as_chunks_mut::<4>();
-            let (sums, _) = tile.sum.as_chunks_mut::<4>();
-            let accs = tile.acc.chunks_exact_mut(4 * dim);
-            for (((scores, max), sum), acc) in tiles.iter_mut().zip(maxima).zip(sums).zip(accs) {
-                let mut acc = acc.chunks_exact_mut(dim);
-                let mut rows = scores.iter_mut().zip(max).zip(sum).map(|((scores, max), sum)| Row {
-                    scores,
-                    seen: 0..N,
-                    logit,
-                    scales: tile.scales,
-                    max,
-                    sum,
-                    acc: acc.next().unwrap_or_default(),
-                });
-                weigh_four::<S, M, N>(simd, std::array::from_fn(|_| rows.next().expect("four rows")));
-                first += 4;
-            }
-        }
         for query in 0..tile.max.len() / group {
             let position = tile.block.position + query as i64;
             let seen = tile.call.mask.seen_in(position, tile.block.len, tile.start, N);
@@ -311,9 +288,6 @@ impl<S: Simd, M: Method<S>, const N: usize> Job<S> for Weigh<'_, '_, S, M, N> {
             let distance = (tile.start as i64 - position) as f32;
             for head in 0..group {
                 let row = query * group + head;
-                if row < first {
-                    continue;
-                }
                 let row = Row {
                     scores: &mut tiles[row],
                     seen: seen.clone(),

@@ -8,9 +8,9 @@ use super::simd::Simd;
 /// sums are fetched and put back, and the less of a row's softmax is what has to be done once.
 pub(super) const TILE: usize = 128;
 
-/// The same where few rows do: as few as whole vectors allow, so that a page's values can be read as soon
-/// as its keys.
-pub(super) const SHORT_TILE: usize = 16;
+/// The same where few rows do: the more, the seldomer sums are fetched and put back; the fewer, the less
+/// memory lies between a head's keys and its values.
+pub(super) const SHORT_TILE: usize = 64;
 
 /// Bytes that memory moves together.
 pub(super) const CACHE_LINE: usize = 64;

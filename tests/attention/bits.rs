@@ -84,7 +84,7 @@ fn threads_placement_page_size_and_order_change_no_bit() {
         ] {
             let kv_dtype = case.kv_dtype;
             let want = case.run(isa, pool(1)).bits();
-            for page_size in [1, 3, 16, 24, 128, 1000] {
+            for page_size in [1, 3, 16, 24, 32, 128, 1000] {
                 for (threads, order) in
                     [(1, PageOrder::Nhd), (2, PageOrder::Hnd), (3, PageOrder::Nhd), (7, PageOrder::Hnd)]
                 {
