@@ -120,7 +120,12 @@ impl Isa {
 
     /// The fastest that this CPU has.
     pub fn detect() -> Self {
-        Self::ALL.into_iter().rev().find(|isa| isa.is_available()).unwrap_or(Self::Scalar)
+        let pays = |isa: &Self| match isa {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => Avx512::<true>::pays(),
+            _ => true,
+        };
+        Self::ALL.into_iter().rev().filter(pays).find(|isa| isa.is_available()).unwrap_or(Self::Scalar)
     }
 
     /// The process's choice: of [`set_isa`], else of `PAGED_KV_ISA`, else the fastest.

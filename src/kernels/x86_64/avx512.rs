@@ -1,7 +1,7 @@
 //! AVX-512 (F, BW, DQ, VL), with or without BF16: sixteen lanes, thirty-two registers.
 
 use std::arch::x86_64::{
-    __m256bh, __m256i, __m512, __m512bh, _CMP_LT_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
+    __cpuid, __m256bh, __m256i, __m512, __m512bh, _CMP_LT_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
     _MM_HINT_T1, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128, _mm_movehdup_ps, _mm_movehl_ps,
     _mm_prefetch, _mm_storeu_ps, _mm256_add_ps, _mm256_and_si256, _mm256_castps256_ps128,
     _mm256_cvtepi8_epi16, _mm256_extractf128_ps, _mm256_loadu_si256, _mm256_set1_epi16, _mm256_slli_epi16,
@@ -13,7 +13,7 @@ use std::arch::x86_64::{
     _mm512_reduce_max_ps, _mm512_roundscale_ps, _mm512_scalef_ps, _mm512_set1_epi32, _mm512_set1_ps,
     _mm512_setr_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
     _mm512_unpackhi_epi16, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_epi16, _mm512_unpacklo_pd,
-    _mm512_unpacklo_ps,
+    _mm512_unpacklo_ps, CpuidResult,
 };
 
 use std::mem::transmute;
@@ -39,6 +39,16 @@ impl<const BF16: bool> Avx512<BF16> {
             && is_x86_feature_detected!("avx512vl")
             && (!BF16 || is_x86_feature_detected!("avx512bf16")))
         .then_some(Self(()))
+    }
+}
+
+impl Avx512<true> {
+    /// Whether products in pairs are faster than float32 multiply-adds: Intel's servers begin one in the time
+    /// of two or more multiply-adds.
+    pub(crate) fn pays() -> bool {
+        // The vendor's name lies in these three registers, in this order.
+        let CpuidResult { ebx, edx, ecx, .. } = __cpuid(0);
+        [ebx, edx, ecx].map(u32::to_le_bytes).as_flattened() != b"GenuineIntel"
     }
 }
 
