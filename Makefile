@@ -83,7 +83,7 @@ neon: ## compile for 64-bit Arm and run its tests, under emulation where need be
 		-- --skip a_huge_page_is_taken --skip memory_starts_as_zeros --skip the_environment_chooses
 
 # Left out: what takes minutes under emulation.
-avx512: ## run the kernels' tests with AVX-512, emulated where the CPU lacks it (tests/avx512.sh says what that takes)
+avx512: ## run the kernels' tests with AVX-512, emulated where the CPU lacks it, and BF16 (tests/avx512.sh says what that takes)
 	tests/avx512.sh --locked --lib kernels::
 	tests/avx512.sh --locked --test attention -- --skip a_million_keys --skip threads_placement \
 		--skip attention_is_near_what_it_was

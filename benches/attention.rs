@@ -2,7 +2,7 @@
 //!
 //! Prints what `paged-kv bench attention` prints too: medians of interleaved repetitions beside the
 //! bandwidth of reading the same memory (decode), the same batch without a shared prefix (cascade) or
-//! the rate of multiply-adds (prefill).
+//! the rate of multiply-adds, or of products of bfloat16 in pairs where the CPU has them (prefill).
 //!
 //! Words behind `--` choose: names of cases (`d1` to `d6`, `c1`, `p1`, `p2`), dtypes (`bfloat16`), page
 //! sizes (`page=16`), threads (`threads=1`), repetitions (`times=9`); `PAGED_KV_ISA` the instruction

@@ -1,7 +1,9 @@
 #!/bin/sh
-# cargo test with AVX-512 alone: `tests/avx512.sh [arguments of cargo test]`, from the project's folder.
+# cargo test with AVX-512 alone, then with its BF16: `tests/avx512.sh [arguments of cargo test]`, from the
+# project's folder.
 #
-# On a CPU that has it: cargo test as it is. Elsewhere tests/bochs.sh runs each test program on an emulated
+# On a CPU that has it: cargo test as it is. BF16 is tested only where the CPU has it: it is not emulated.
+# Where the CPU lacks AVX-512, tests/bochs.sh runs each test program on an emulated
 # CPU, a hundred times slower; `make avx512` takes a quarter of an hour. For that, Debian's packages of Bochs,
 # a kernel and what puts them together are unpacked below target/, 160 MB; nothing is installed. It takes
 # - Debian on amd64, with lists of packages that are up to date (being root, they are updated here).
@@ -9,9 +11,6 @@ set -eu
 
 PACKAGES='bochs bochs-term bochsbios vgabios busybox-static cpio isolinux syslinux-common xorriso linux-image-cloud-amd64'
 ROOT=$PWD/target/debian-bochs
-
-# No test passes over an instruction set that is named here, and the CPU lacks.
-export PAGED_KV_ISA=avx512
 
 has_avx512() {
     for feature in avx512f avx512bw avx512dq avx512vl; do
@@ -33,8 +32,15 @@ make_root() {
     mv "$ROOT.new" "$ROOT"
 }
 
+# No test passes over an instruction set that PAGED_KV_ISA names, and the CPU lacks.
 if has_avx512; then
-    exec cargo test "$@"
+    PAGED_KV_ISA=avx512 cargo test "$@"
+    if grep -qw avx512_bf16 /proc/cpuinfo; then
+        PAGED_KV_ISA=avx512_bf16 cargo test "$@"
+    else
+        echo "SKIPPED: this CPU lacks avx512_bf16" >&2
+    fi
+    exit
 fi
 
 if [ ! -d "$ROOT" ]; then
@@ -46,6 +52,6 @@ if [ ! -d "$ROOT" ]; then
 fi
 
 # One test after the other, since the emulated machine has one CPU, and few random cases.
-export BOCHS_ROOT="$ROOT" RUST_TEST_THREADS=1 PROPTEST_CASES="${PROPTEST_CASES:-8}"
+export PAGED_KV_ISA=avx512 BOCHS_ROOT="$ROOT" RUST_TEST_THREADS=1 PROPTEST_CASES="${PROPTEST_CASES:-8}"
 export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="$PWD/tests/bochs.sh"
 exec cargo test "$@"

@@ -17,7 +17,7 @@ use crate::storage::RowsViewMut;
 
 /// Rows per KV head that a block of many queries aims at: enough to make a tile of keys ready for,
 /// few enough for their sums to stay in a near cache.
-const ROWS_PER_KV_HEAD: usize = 256;
+const ROWS_PER_KV_HEAD: usize = 512;
 
 /// A block, and where its results go.
 struct Task<'a> {

@@ -4,7 +4,8 @@
 //!   bandwidth of reading the same pages, first to last, with as many threads.
 //! - Decode of sequences that share a prefix. The yardstick is the same batch without sharing, which is
 //!   measured as above.
-//! - Prefill: a chunk of new tokens. The yardstick is fused multiply-adds in registers.
+//! - Prefill: a chunk of new tokens. The yardstick is fused multiply-adds in registers; for bfloat16, where
+//!   the instruction set multiplies it in pairs, such products.
 //!
 //! Calls rotate through more memory than caches hold, which was written before; all that is compared
 //! takes turns.
@@ -25,6 +26,8 @@ use crate::sync::{AtomicUsize, Ordering};
 pub const READ: &str = "reading the pages";
 /// Name of prefill's yardstick.
 pub const FMA: &str = "multiply-adds";
+/// Name of prefill's yardstick where bfloat16 are multiplied in pairs.
+pub const PAIRS: &str = "bfloat16 products in pairs";
 
 /// What is attended to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -285,11 +288,12 @@ fn group<T: Element>(plan: &Plan, shape: &Shape, dtype: DType, page_size: usize)
             failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         }
     };
+    let arithmetic = Arithmetic::of(dtype)?;
     // A limit takes a pass over all memory, or some hundredth of a second.
     let (limit_work, unit) = if decode {
         (prepared.bytes()? * prepared.tables.len() as f64, "GB/s")
     } else {
-        (kernels::multiply_add(1)? as f64 * MULTIPLY_ADDS as f64, "GFLOP/s")
+        (arithmetic.run(1)? as f64 * MULTIPLY_ADDS as f64, "GFLOP/s")
     };
     let work = if decode { prepared.bytes()? } else { prepared.operations() };
     let calls = if decode { prepared.tables.len() as u64 } else { 1 };
@@ -305,7 +309,7 @@ fn group<T: Element>(plan: &Plan, shape: &Shape, dtype: DType, page_size: usize)
                 note(if decode {
                     prepared.read(thread, threads)
                 } else {
-                    kernels::multiply_add(MULTIPLY_ADDS).map(|_| ())
+                    arithmetic.run(MULTIPLY_ADDS).map(|_| ())
                 });
             }),
         });
@@ -325,7 +329,7 @@ fn group<T: Element>(plan: &Plan, shape: &Shape, dtype: DType, page_size: usize)
     if let Some(error) = failed.lock().unwrap_or_else(PoisonError::into_inner).take() {
         return Err(error);
     }
-    let machine = if decode { READ } else { FMA };
+    let machine = if decode { READ } else { arithmetic.name() };
     let what = format!("{} {dtype} page {page_size}", shape.name);
     // The machine's, and that of adjacent pages.
     let mut limits = [f64::NAN; 2];
@@ -360,6 +364,36 @@ fn group<T: Element>(plan: &Plan, shape: &Shape, dtype: DType, page_size: usize)
         }
     };
     Ok(labels.into_iter().zip(summaries).map(record).collect())
+}
+
+/// What prefill's inner loops do.
+#[derive(Clone, Copy)]
+enum Arithmetic {
+    Floats,
+    Pairs,
+}
+
+impl Arithmetic {
+    /// Of keys and values of a type, with queries of this benchmark.
+    fn of(dtype: DType) -> Result<Self> {
+        let pairs = dtype == DType::BF16 && kernels::multiply_add_pairs(1)?.is_some();
+        Ok(if pairs { Self::Pairs } else { Self::Floats })
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Floats => FMA,
+            Self::Pairs => PAIRS,
+        }
+    }
+
+    /// Does it in registers; returns the operations.
+    fn run(self, times: usize) -> Result<u64> {
+        match self {
+            Self::Floats => kernels::multiply_add(times),
+            Self::Pairs => Ok(kernels::multiply_add_pairs(times)?.unwrap_or(0)),
+        }
+    }
 }
 
 /// Rounds of the multiply-add loop in one repetition.

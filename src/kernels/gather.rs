@@ -5,17 +5,17 @@
 use std::ops::Range;
 
 use super::simd::{Job, Simd, Stored, load};
-use super::tokens::{CACHE_LINE, Next, TILE, Tokens, prefetch};
+use super::tokens::{CACHE_LINE, Next, Tokens, prefetch};
 
-/// `acc[r][c] += Σ weights[r][k] · value[k][c]` for `R` rows, all columns and the tokens `seen`, in
-/// ascending order whatever `R`; columns are parted as `T` is.
+/// `acc[r][c] += Σ weights[r][k] · value[k][c]` for `R` rows, all columns and the tokens `seen`, of
+/// some in a tile, in ascending order whatever `R`; columns are parted as `T` is.
 ///
 /// # Safety (of running it)
-/// - `weights` is valid for reads of `R` tiles, `acc` for reads and writes of `R` rows of `dim`, a
+/// - `weights` is valid for reads of the weights of `seen` in each of `R` rows, a tile apart, `acc` for reads and writes of `R` rows of `dim`, a
 ///   multiple of `LANES`.
 /// - The values of `seen` are valid for reads of `dim` elements.
-pub(super) struct Gather<'a, T, const R: usize> {
-    /// `[R, TILE]`.
+pub(super) struct Gather<'a, T, const R: usize, const N: usize> {
+    /// `R` rows of a tile of `N`.
     pub(super) weights: *const f32,
     pub(super) values: Tokens<'a, T>,
     /// What will be asked for after this.
@@ -26,7 +26,7 @@ pub(super) struct Gather<'a, T, const R: usize> {
     pub(super) acc: *mut f32,
 }
 
-impl<S: Simd, T: Stored, const R: usize> Job<S> for Gather<'_, T, R> {
+impl<S: Simd, T: Stored, const R: usize, const N: usize> Job<S> for Gather<'_, T, R, N> {
     type Output = ();
 
     #[inline(always)]
@@ -58,7 +58,7 @@ impl<S: Simd, T: Stored, const R: usize> Job<S> for Gather<'_, T, R> {
     }
 }
 
-impl<T: Stored, const R: usize> Gather<'_, T, R> {
+impl<T: Stored, const R: usize, const N: usize> Gather<'_, T, R, N> {
     /// `C` vectors of columns: an even number from an even one on, or the last of an odd number.
     ///
     /// # Safety
@@ -74,7 +74,7 @@ impl<T: Stored, const R: usize> Gather<'_, T, R> {
         }
         // Groups of rows that pass by take turns with the lines.
         let next = self.next.as_ref().and_then(|next| next.at(column * size_of::<T>(), CACHE_LINE));
-        for token in self.seen.start..self.seen.end.min(TILE) {
+        for token in self.seen.start..self.seen.end {
             if let Some(next) = next {
                 prefetch::<S, T, C>(simd, next.at(token), column * size_of::<T>());
             }
@@ -119,10 +119,10 @@ impl<T: Stored, const R: usize> Gather<'_, T, R> {
     /// A row's weight for a token, in all lanes.
     ///
     /// # Safety
-    /// - As for the job; `row < R`, `token < TILE`.
+    /// - As for the job; `row < R`, `token` is in `seen`.
     #[inline(always)]
     unsafe fn weight<S: Simd>(&self, simd: S, row: usize, token: usize) -> S::F32 {
         // SAFETY: the caller's promise.
-        simd.splat(unsafe { *self.weights.add(row * TILE + token) })
+        simd.splat(unsafe { *self.weights.add(row * N + token) })
     }
 }

@@ -24,6 +24,8 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, DQ and VL: x86-64 servers since Skylake (2017) and Zen 4 (2022).
     Avx512,
+    /// AVX-512 with BF16: since Cooper Lake (2020), Sapphire Rapids (2023) and Zen 4 (2022).
+    Avx512Bf16,
 }
 
 /// An instruction set that this CPU is known to have: what dispatch goes by.
@@ -35,7 +37,9 @@ pub(crate) enum Level {
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
     #[cfg(target_arch = "x86_64")]
-    Avx512(Avx512),
+    Avx512(Avx512<false>),
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16(Avx512<true>),
 }
 
 /// Evaluates an expression with a level's proof: the one point where code becomes that of an
@@ -50,6 +54,8 @@ macro_rules! dispatch {
             $crate::kernels::isa::Level::Avx2($simd) => $run,
             #[cfg(target_arch = "x86_64")]
             $crate::kernels::isa::Level::Avx512($simd) => $run,
+            #[cfg(target_arch = "x86_64")]
+            $crate::kernels::isa::Level::Avx512Bf16($simd) => $run,
         }
     };
 }
@@ -63,7 +69,7 @@ static CHOSEN: AtomicU8 = AtomicU8::new(0);
 
 impl Isa {
     /// Every instruction set; of those of one architecture, the slowest first.
-    pub const ALL: [Self; 4] = [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512];
+    pub const ALL: [Self; 5] = [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
 
     /// The name that [`set_isa`] and `PAGED_KV_ISA` take.
     pub const fn name(self) -> &'static str {
@@ -72,6 +78,7 @@ impl Isa {
             Self::Neon => "neon",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Avx512Bf16 => "avx512_bf16",
         }
     }
 
@@ -92,8 +99,10 @@ impl Isa {
             Self::Avx2 => Avx2::new().map(Level::Avx2),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => Avx512::new().map(Level::Avx512),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => Avx512::new().map(Level::Avx512Bf16),
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2 | Self::Avx512 => None,
+            Self::Avx2 | Self::Avx512 | Self::Avx512Bf16 => None,
         }
     }
 
@@ -111,7 +120,12 @@ impl Isa {
 
     /// The fastest that this CPU has.
     pub fn detect() -> Self {
-        Self::ALL.into_iter().rev().find(|isa| isa.is_available()).unwrap_or(Self::Scalar)
+        let pays = |isa: &Self| match isa {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => Avx512::<true>::pays(),
+            _ => true,
+        };
+        Self::ALL.into_iter().rev().filter(pays).find(|isa| isa.is_available()).unwrap_or(Self::Scalar)
     }
 
     /// The process's choice: of [`set_isa`], else of `PAGED_KV_ISA`, else the fastest.

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use super::isa::{Isa, dispatch};
+use super::isa::{Isa, Level, dispatch};
+use super::pairs::Pairs;
 use super::simd::{Job, Simd};
 use crate::error::Result;
 use crate::storage::PagesView;
@@ -37,6 +38,20 @@ pub fn multiply_add(times: usize) -> Result<u64> {
     let level = Isa::current()?.level()?;
     // SAFETY: it asks for nothing.
     Ok(dispatch!(level, simd => unsafe { simd.call(MultiplyAdd { times }) }))
+}
+
+/// Multiplies bfloat16 and adds the products in pairs, in registers, `times` over; returns the floating
+/// point operations done, or none where the process's instruction set has no such products.
+///
+/// # Errors
+/// As [`multiply_add`].
+pub fn multiply_add_pairs(times: usize) -> Result<Option<u64>> {
+    match Isa::current()?.level()? {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: it asks for nothing.
+        Level::Avx512Bf16(simd) => Ok(Some(unsafe { simd.call(MultiplyAddPairs { times }) })),
+        _ => Ok(None),
+    }
 }
 
 /// Bytes from what is read to what is asked for.
@@ -80,6 +95,8 @@ impl<S: Simd> Job<S> for Read {
 }
 
 /// As many sums as hide an addition's latency, in registers.
+const SUMS: usize = 12;
+
 struct MultiplyAdd {
     times: usize,
 }
@@ -89,7 +106,6 @@ impl<S: Simd> Job<S> for MultiplyAdd {
 
     #[inline(always)]
     unsafe fn run(self, simd: S) -> u64 {
-        const SUMS: usize = 12;
         let factor = simd.splat(std::hint::black_box(0.5));
         let mut sums = [simd.splat(1.0); SUMS];
         for _ in 0..self.times {
@@ -102,11 +118,33 @@ impl<S: Simd> Job<S> for MultiplyAdd {
     }
 }
 
+struct MultiplyAddPairs {
+    times: usize,
+}
+
+impl<S: Pairs> Job<S> for MultiplyAddPairs {
+    type Output = u64;
+
+    #[inline(always)]
+    unsafe fn run(self, simd: S) -> u64 {
+        // Twice 0.5.
+        let factor = simd.splat(f32::from_bits(std::hint::black_box(0x3F00_3F00)));
+        let mut sums = [simd.splat(1.0); SUMS];
+        for _ in 0..self.times {
+            for sum in &mut sums {
+                *sum = simd.dot(factor, factor, *sum);
+            }
+        }
+        std::hint::black_box(sums.into_iter().map(|sum| simd.max_lane(sum)).fold(0.0, f32::max));
+        (self.times * SUMS * S::LANES * 4) as u64
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::isa::{dispatch, tested};
     use super::super::simd::Simd;
-    use super::{MultiplyAdd, Read};
+    use super::{MultiplyAdd, Read, multiply_add, multiply_add_pairs};
 
     #[test]
     fn a_read_sees_every_element() {
@@ -125,5 +163,11 @@ mod tests {
             let done = dispatch!(level, simd => unsafe { simd.call(MultiplyAdd { times: 3 }) });
             assert_eq!(done % 72, 0, "{level:?}");
         }
+    }
+
+    #[test]
+    fn pairs_are_twice_the_operations_where_they_are_had() {
+        let pairs = multiply_add_pairs(3).unwrap();
+        assert!(pairs.is_none_or(|done| done == 2 * multiply_add(3).unwrap()), "{pairs:?}");
     }
 }

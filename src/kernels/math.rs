@@ -1,5 +1,7 @@
 //! Functions that no instruction computes.
 
+#![expect(clippy::needless_range_loop, reason = "zip stays a call where a profile has no LTO at all")]
+
 use super::simd::Simd;
 
 /// `e^x` for `x <= 0`, to 2 units in the last place; exactly 1 at 0, 0 below -87.3 (where it would
@@ -8,17 +10,37 @@ use super::simd::Simd;
 /// `x = n·ln 2 + r`, then `e^r` by the polynomial of Cephes' `expf`.
 #[inline(always)]
 pub(super) fn exp<S: Simd>(simd: S, x: S::F32) -> S::F32 {
+    exp_each(simd, [x])[0]
+}
+
+/// [`exp`] of several vectors, step by step for all of them: one alone waits for each of its steps.
+#[inline(always)]
+pub(super) fn exp_each<S: Simd, const N: usize>(simd: S, x: [S::F32; N]) -> [S::F32; N] {
     // ln 2 in two parts: products of the first with integers up to 2^14 are exact.
     const LN_2_HIGH: f32 = 0.693_359_4;
     const LN_2_LOW: f32 = -2.121_944_4e-4;
-    let n = simd.round(simd.mul(x, simd.splat(std::f32::consts::LOG2_E)));
-    let r = simd.mul_add(n, simd.splat(-LN_2_HIGH), x);
-    let r = simd.mul_add(n, simd.splat(-LN_2_LOW), r);
+    let mut n = x;
+    let mut r = x;
+    for i in 0..N {
+        n[i] = simd.round(simd.mul(x[i], simd.splat(std::f32::consts::LOG2_E)));
+    }
+    for i in 0..N {
+        r[i] = simd.mul_add(n[i], simd.splat(-LN_2_HIGH), x[i]);
+    }
+    for i in 0..N {
+        r[i] = simd.mul_add(n[i], simd.splat(-LN_2_LOW), r[i]);
+    }
     let p =
         polynomial(simd, r, [1.987_569_1e-4, 1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5]);
-    let exp_r = simd.add(simd.mul_add(simd.mul(r, r), p, r), simd.splat(1.0));
-    let result = simd.scale_by_power(exp_r, n);
-    simd.select_less(x, simd.splat(-87.3), simd.splat(0.0), result)
+    let mut result = x;
+    for i in 0..N {
+        let exp_r = simd.add(simd.mul_add(simd.mul(r[i], r[i]), p[i], r[i]), simd.splat(1.0));
+        result[i] = simd.scale_by_power(exp_r, n[i]);
+    }
+    for i in 0..N {
+        result[i] = simd.select_less(x[i], simd.splat(-87.3), simd.splat(0.0), result[i]);
+    }
+    result
 }
 
 /// `tanh x`, to 3 units in the last place; NaN for NaN.
@@ -31,9 +53,9 @@ pub(super) fn tanh<S: Simd>(simd: S, x: S::F32) -> S::F32 {
     let e = exp(simd, simd.mul(magnitude, simd.splat(-2.0)));
     let far = simd.with_sign(simd.div(simd.sub(one, e), simd.add(one, e)), x);
     let square = simd.mul(x, x);
-    let p = polynomial(
+    let [p] = polynomial(
         simd,
-        square,
+        [square],
         [-5.704_988_7e-3, 2.063_909e-2, -5.373_971e-2, 1.333_144_2e-1, -3.333_328e-1],
     );
     let near = simd.mul_add(simd.mul(x, square), p, x);
@@ -42,14 +64,18 @@ pub(super) fn tanh<S: Simd>(simd: S, x: S::F32) -> S::F32 {
 
 /// Horner's rule, highest power first.
 #[inline(always)]
-fn polynomial<S: Simd, const N: usize>(simd: S, x: S::F32, coefficients: [f32; N]) -> S::F32 {
-    let mut sum = simd.splat(coefficients[0]);
-    let mut i = 1;
-    while i < N {
-        sum = simd.mul_add(sum, x, simd.splat(coefficients[i]));
-        i += 1;
+fn polynomial<S: Simd, const N: usize, const C: usize>(
+    simd: S,
+    x: [S::F32; N],
+    coefficients: [f32; C],
+) -> [S::F32; N] {
+    let mut sums = [simd.splat(coefficients[0]); N];
+    for c in 1..C {
+        for i in 0..N {
+            sums[i] = simd.mul_add(sums[i], x[i], simd.splat(coefficients[c]));
+        }
     }
-    sum
+    sums
 }
 
 #[cfg(test)]

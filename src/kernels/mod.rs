@@ -11,12 +11,18 @@ mod aarch64;
 mod bound;
 mod flash;
 mod gather;
+mod gather_pairs;
 mod isa;
 #[cfg(feature = "bench")]
 mod limits;
 mod mask;
 mod math;
+mod method;
 mod pack;
+mod pairs;
+mod pass;
+mod places;
+mod prepared;
 mod product;
 mod quantise;
 mod query;
@@ -30,6 +36,8 @@ mod softmax;
 mod state;
 mod tile;
 mod tokens;
+mod walk;
+mod weighted;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
 
@@ -39,7 +47,7 @@ pub(crate) use flash::{Block, Call, PREFILL, SPLIT};
 pub(crate) use isa::Level;
 pub use isa::{Isa, set_isa};
 #[cfg(feature = "bench")]
-pub use limits::{multiply_add, read_pages};
+pub use limits::{multiply_add, multiply_add_pairs, read_pages};
 pub(crate) use mask::Mask;
 pub(crate) use quantise::row_scale;
 pub(crate) use rows::{copy_slots, load_row, store_row, write_slot};
@@ -52,5 +60,9 @@ pub(crate) fn error_bound(level: Level, call: &Call, block: &Block) -> Vec<f64> 
 
 /// Attention of a block over the keys of some splits, first to last.
 pub(crate) fn attend(level: Level, call: &Call, block: &Block, splits: Range<usize>) -> State {
+    #[cfg(target_arch = "x86_64")]
+    if let Level::Avx512Bf16(simd) = level {
+        return flash::attend_in_pairs(simd, call, block, splits);
+    }
     isa::dispatch!(level, simd => flash::attend(simd, call, block, splits))
 }

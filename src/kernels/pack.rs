@@ -1,5 +1,6 @@
 //! Tiles made ready to be used by many rows.
 
+use super::pairs::Pairs;
 use super::simd::{Job, MOST_LANES, Simd, Stored};
 use super::tokens::{TILE, Tokens};
 
@@ -36,13 +37,15 @@ impl<S: Simd, T: Stored> Job<S> for Widen<'_, T> {
     }
 }
 
-/// Widens and transposes a tile's tokens into `into` `[dim, TILE]`.
+/// Widens and transposes the first `count` tokens of a tile, and what follows in their vectors, into `into`
+/// `[dim, TILE]`.
 ///
 /// # Safety (of running it)
 /// - All tokens of the tile are valid for reads of `dim` elements, a multiple of `LANES`.
 pub(super) struct Pack<'a, T> {
     pub(super) tokens: Tokens<'a, T>,
     pub(super) dim: usize,
+    pub(super) count: usize,
     pub(super) into: &'a mut [f32],
 }
 
@@ -51,9 +54,9 @@ impl<S: Simd, T: Stored> Job<S> for Pack<'_, T> {
 
     #[inline(always)]
     unsafe fn run(self, simd: S) {
-        assert!(self.into.len() >= self.dim * TILE, "room for a tile");
+        assert!(self.into.len() >= self.dim * TILE && self.count <= TILE, "room for a tile");
         for d in (0..self.dim).step_by(S::LANES) {
-            for first in (0..TILE).step_by(S::LANES) {
+            for first in (0..self.count).step_by(S::LANES) {
                 let mut block = [simd.splat(0.0); MOST_LANES];
                 for (i, row) in block.iter_mut().enumerate().take(S::LANES) {
                     // SAFETY: `d + LANES <= dim`; the caller's promise for the tokens.
@@ -63,6 +66,37 @@ impl<S: Simd, T: Stored> Job<S> for Pack<'_, T> {
                 for (i, &row) in block.iter().enumerate().take(S::LANES) {
                     // SAFETY: `first + LANES <= TILE` and `d + i < dim`, inside `into`.
                     unsafe { simd.store(self.into.as_mut_ptr().add((d + i) * TILE + first), row) }
+                }
+            }
+        }
+    }
+}
+
+/// Packs as many of a tile's tokens, words of two bfloat16, as `into` `[tokens / 2, dim]` has room for: words
+/// of two tokens, the columns [zipped](Pairs::zip).
+///
+/// # Safety (of running it)
+/// - All tokens of the tile are valid for reads of `dim` bfloat16, a multiple of `2 * LANES`.
+pub(super) struct Zip<'a> {
+    pub(super) tokens: Tokens<'a, f32>,
+    pub(super) dim: usize,
+    pub(super) into: &'a mut [f32],
+}
+
+impl<S: Pairs> Job<S> for Zip<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run(self, simd: S) {
+        for (pair, row) in self.into.chunks_exact_mut(self.dim).enumerate() {
+            let [first, second] = self.tokens.at_each::<2>(2 * pair);
+            for (i, columns) in row.chunks_exact_mut(2 * S::LANES).enumerate() {
+                // SAFETY: words below `dim / 2`, the caller's promise; two vectors of columns.
+                unsafe {
+                    let word = i * S::LANES;
+                    let [low, high] = simd.zip(simd.load(first.add(word)), simd.load(second.add(word)));
+                    simd.store(columns.as_mut_ptr(), low);
+                    simd.store(columns.as_mut_ptr().add(S::LANES), high);
                 }
             }
         }

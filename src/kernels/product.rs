@@ -2,8 +2,10 @@
 
 #![expect(clippy::needless_range_loop, reason = "zip stays a call where a profile has no LTO at all")]
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
+use super::method::Method;
 use super::simd::{Job, Simd};
 use super::tokens::TILE;
 
@@ -11,20 +13,22 @@ use super::tokens::TILE;
 /// ascending order of `d` whatever `R`.
 ///
 /// # Safety (of running it)
-/// - `query` is valid for reads of `R` rows of `dim`; `keys` of `dim` tiles; `scores` for writes of
+/// - `query` is valid for reads of `R` rows of `words`; `keys` of `words` tiles; `scores` for writes of
 ///   `R` tiles.
-pub(super) struct Product<const R: usize> {
-    /// `[dim, R]`.
+pub(super) struct Product<M, const R: usize> {
+    /// `R` rows of words, so many floats apart.
     pub(super) query: *const f32,
-    /// `[dim, TILE]`, packed.
+    pub(super) stride: usize,
+    /// `[words, TILE]`, packed.
     pub(super) keys: *const f32,
     pub(super) seen: Range<usize>,
-    pub(super) dim: usize,
+    pub(super) words: usize,
     /// `[R, TILE]`.
     pub(super) scores: *mut f32,
+    pub(super) method: PhantomData<M>,
 }
 
-impl<S: Simd, const R: usize> Job<S> for Product<R> {
+impl<S: Simd, M: Method<S>, const R: usize> Job<S> for Product<M, R> {
     type Output = ();
 
     #[inline(always)]
@@ -51,19 +55,22 @@ impl<S: Simd, const R: usize> Job<S> for Product<R> {
     }
 }
 
-impl<const R: usize> Product<R> {
+impl<M, const R: usize> Product<M, R> {
     /// `C` vectors of keys.
     ///
     /// # Safety
     /// - As for the job; `first + C * LANES <= TILE`.
     #[inline(always)]
-    unsafe fn columns<S: Simd, const C: usize>(&self, simd: S, first: usize) {
-        // SAFETY: the caller's promise; no sum goes beyond `dim`.
-        let mut sums = unsafe { self.sums::<S, C>(simd, first, 0..self.dim.min(S::TERMS)) };
+    unsafe fn columns<S: Simd, const C: usize>(&self, simd: S, first: usize)
+    where
+        M: Method<S>,
+    {
+        // SAFETY: the caller's promise; no sum goes beyond `words`.
+        let mut sums = unsafe { self.sums::<S, C>(simd, first, 0..self.words.min(S::TERMS)) };
         let mut d = S::TERMS;
-        while d < self.dim {
+        while d < self.words {
             // SAFETY: as above.
-            let more = unsafe { self.sums::<S, C>(simd, first, d..self.dim.min(d + S::TERMS)) };
+            let more = unsafe { self.sums::<S, C>(simd, first, d..self.words.min(d + S::TERMS)) };
             for r in 0..R {
                 for c in 0..C {
                     sums[r][c] = simd.add(sums[r][c], more[r][c]);
@@ -82,14 +89,12 @@ impl<const R: usize> Product<R> {
     /// The sums over some `d` of each row for `C` vectors of keys.
     ///
     /// # Safety
-    /// - As for the job; `first + C * LANES <= TILE`, `d.end <= dim`.
+    /// - As for the job; `first + C * LANES <= TILE`, `d.end <= words`.
     #[inline(always)]
-    unsafe fn sums<S: Simd, const C: usize>(
-        &self,
-        simd: S,
-        first: usize,
-        d: Range<usize>,
-    ) -> [[S::F32; C]; R] {
+    unsafe fn sums<S: Simd, const C: usize>(&self, simd: S, first: usize, d: Range<usize>) -> [[S::F32; C]; R]
+    where
+        M: Method<S>,
+    {
         let mut sums = [[simd.splat(0.0); C]; R];
         for d in d {
             let mut k = [simd.splat(0.0); C];
@@ -99,9 +104,9 @@ impl<const R: usize> Product<R> {
             }
             for r in 0..R {
                 // SAFETY: the caller's promise for `query`.
-                let q = simd.splat(unsafe { *self.query.add(d * R + r) });
+                let q = simd.splat(unsafe { *self.query.add(r * self.stride + d) });
                 for c in 0..C {
-                    sums[r][c] = simd.mul_add(q, k[c], sums[r][c]);
+                    sums[r][c] = M::multiply_add(simd, q, k[c], sums[r][c]);
                 }
             }
         }

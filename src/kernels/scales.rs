@@ -79,11 +79,11 @@ impl Scales {
         }
     }
 
-    /// Brings those of one tile and head.
-    pub(super) fn take(&mut self, head: usize, tile: usize) {
+    /// Brings those of one head and at most a tile of tokens, whole groups.
+    pub(super) fn take(&mut self, head: usize, tokens: Range<usize>) {
         let base = self.of_head(head);
-        let first = tile % (SPLIT / TILE) * TILE;
-        let groups = self.offsets[first..][..TILE]
+        let first = tokens.start % SPLIT;
+        let groups = self.offsets[first..][..tokens.len()]
             .as_chunks::<TOGETHER>()
             .0
             .iter()
@@ -103,10 +103,10 @@ impl Scales {
         }
     }
 
-    /// Asks for those of one tile and head.
-    pub(super) fn prefetch<S: Simd>(&self, simd: S, head: usize, tile: usize) {
+    /// Asks for those of one head and some tokens.
+    pub(super) fn prefetch<S: Simd>(&self, simd: S, head: usize, tokens: Range<usize>) {
         let base = self.of_head(head);
-        let offsets = &self.offsets.as_chunks::<TILE>().0[tile % (SPLIT / TILE)];
+        let offsets = &self.offsets[tokens.start % SPLIT..][..tokens.len()];
         for &offset in offsets.iter().step_by(TOGETHER) {
             simd.prefetch(base.wrapping_add(offset).cast());
         }

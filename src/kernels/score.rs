@@ -2,47 +2,56 @@
 
 #![expect(clippy::needless_range_loop, reason = "zip stays a call where a profile has no LTO at all")]
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
+use super::method::Method;
 use super::simd::{Job, Simd, Stored, load};
-use super::tokens::{Next, TILE, Tokens, prefetch};
+use super::tokens::{Next, Tokens, prefetch};
 
-/// `scores[r][k] = Σ query[r][d] · key[k][d]` for `R` rows and (at least) the keys `seen`.
+/// `scores[r][k] = Σ query[r][d] · key[k][d]` for `R` rows and (at least) the keys `seen`, of some in a
+/// tile.
 ///
 /// Whatever `R`, the lanes of one score are summed in the same order, so a score's bits don't
 /// depend on the rows it is computed with.
 ///
 /// # Safety (of running it)
-/// - `query` is valid for reads of `R` rows of `dim`, a multiple of `LANES`; `scores` for writes of
-///   `R` tiles.
-/// - All keys of the tile are valid for reads of `dim` elements.
-pub(super) struct Score<'a, T, const R: usize> {
-    /// `[dim / LANES, R, LANES]`, parted as `T` is.
+/// - `query` is valid for reads of `R` rows of `words`, a multiple of `LANES`; `scores` for writes of
+///   as many as there are keys in each of `R` rows, a tile apart.
+/// - There are 8 keys at least, and all are valid for reads of `words`.
+pub(super) struct Score<'a, M, T, const R: usize, const N: usize> {
+    /// `[words / LANES, R, LANES]`, parted as `T` is.
     pub(super) query: *const f32,
     pub(super) keys: Tokens<'a, T>,
     /// What will be asked for after this.
     pub(super) next: Option<Next<'a, T>>,
     pub(super) seen: Range<usize>,
-    pub(super) dim: usize,
-    /// `[R, TILE]`.
+    pub(super) words: usize,
+    /// `R` rows of a tile of `N`.
     pub(super) scores: *mut f32,
+    pub(super) method: PhantomData<M>,
 }
 
-impl<S: Simd, T: Stored, const R: usize> Job<S> for Score<'_, T, R> {
+impl<S: Simd, M: Method<S, Word = T>, T: Stored, const R: usize, const N: usize> Job<S>
+    for Score<'_, M, T, R, N>
+{
     type Output = ();
 
     #[inline(always)]
     unsafe fn run(self, simd: S) {
         // All rows at once, so that a key is widened once, and as many keys as registers hold sums for
-        // beside a vector of each, a query's and constants. Below eight sums, each waits for its last
-        // addition.
+        // beside a vector of each, a query's and constants. With registers enough, no more than it takes
+        // for sums not to wait for their last addition, as memory is best asked for one key at a time;
+        // but single bytes wait for arithmetic.
+        let bytes = size_of::<T>() == 1;
         let at_once = match (R, S::REGISTERS) {
             (1, _) => 8,
-            (2, _) | (_, 32..) => 4,
-            (3, _) => 3,
+            (2, _) => 4,
+            (_, 32..) if bytes => 4,
+            (3, ..32) => 3,
             _ => 2,
         };
-        for key in (self.seen.start..self.seen.end.min(TILE)).step_by(at_once) {
+        for key in (self.seen.start..self.seen.end).step_by(at_once) {
             // SAFETY: the caller's promise.
             unsafe {
                 match at_once {
@@ -56,61 +65,102 @@ impl<S: Simd, T: Stored, const R: usize> Job<S> for Score<'_, T, R> {
     }
 }
 
-impl<T: Stored, const R: usize> Score<'_, T, R> {
-    /// All rows against `K` keys from `first` on, or against the tile's last.
+impl<M, T: Stored, const R: usize, const N: usize> Score<'_, M, T, R, N> {
+    /// All rows against `K` keys from `first` on, or against the last.
     ///
     /// # Safety
     /// - As for the job.
     #[inline(always)]
-    unsafe fn dots<S: Simd, const K: usize>(&self, simd: S, first: usize) {
-        let first = first.min(TILE - K);
+    unsafe fn dots<S: Simd, const K: usize>(&self, simd: S, first: usize)
+    where
+        M: Method<S>,
+    {
+        let first = first.min(self.keys.offsets.len() - K);
         let keys = self.keys.at_each::<K>(first);
         let mut sums = [[simd.splat(0.0); K]; R];
-        // Evenly between loads: what is asked for in one burst takes the places in which loads wait
-        // for the nearest cache, and sums wait with them.
-        let next = self.next.as_ref().and_then(|next| next.at(first, K)).map(|next| next.at_each::<K>(first));
+        let next = self.next.as_ref().and_then(|next| next.at(first, K));
+        let next = next.map(|next| next.at_each::<K>(first));
+        if R == 1 && size_of::<T>() > 1 {
+            // Key by key, in the order in which they lie: then the processor itself asks memory for what
+            // follows, too.
+            for i in 0..K {
+                let mut sum = [[sums[0][i]]; R];
+                // SAFETY: the caller's promise.
+                unsafe { self.products::<S, 1>(simd, [keys[i]], next.map(|next| [next[i]]), &mut sum) }
+                sums[0][i] = sum[0][0];
+            }
+        } else {
+            // SAFETY: the caller's promise.
+            unsafe { self.products::<S, K>(simd, keys, next, &mut sums) }
+        }
+        let mut dots = [[0.0; K]; R];
+        let (flat, into) = (sums.as_flattened(), dots.as_flattened_mut());
+        let mut i = 0;
+        while i < R * K {
+            if i + 16 <= R * K {
+                let sixteen = std::array::from_fn(|j| flat[i + j]);
+                let mut sums = [0.0; 16];
+                // SAFETY: room for sixteen.
+                unsafe { simd.sum_sixteen(sums.as_mut_ptr(), sixteen) }
+                into[i..i + 16].copy_from_slice(&sums);
+                i += 16;
+            } else {
+                let last = R * K - 1;
+                let four =
+                    [flat[i], flat[(i + 1).min(last)], flat[(i + 2).min(last)], flat[(i + 3).min(last)]];
+                let mut sums = [0.0; 4];
+                // SAFETY: room for four.
+                unsafe { simd.sum_four(sums.as_mut_ptr(), four) }
+                let count = (R * K - i).min(4);
+                into[i..i + count].copy_from_slice(&sums[..count]);
+                i += 4;
+            }
+        }
+        for (r, &dots) in dots.iter().enumerate() {
+            // SAFETY: the caller's promise for `scores`; `first + K` keys are there.
+            unsafe { self.scores.add(r * N + first).cast::<[f32; K]>().write_unaligned(dots) }
+        }
+    }
+
+    /// Adds the products of all rows and `K` keys, in all their words.
+    ///
+    /// # Safety
+    /// - As for the job.
+    #[inline(always)]
+    unsafe fn products<S: Simd, const K: usize>(
+        &self,
+        simd: S,
+        keys: [*const T; K],
+        next: Option<[*const T; K]>,
+        sums: &mut [[S::F32; K]; R],
+    ) where
+        M: Method<S>,
+    {
         let mut d = 0;
-        // SAFETY: so many elements are left; the caller's promise for keys and rows.
+        // SAFETY: so many words are left; the caller's promise for keys and rows.
         unsafe {
-            while d + 2 * S::LANES <= self.dim {
+            while d + 2 * S::LANES <= self.words {
+                // Evenly between loads: what is asked for in one burst takes the places in which loads
+                // wait for the nearest cache, and sums wait with them.
                 if let Some(next) = next {
                     for i in 0..K {
                         prefetch::<S, T, 2>(simd, next[i], d * size_of::<T>());
                     }
                 }
-                self.add::<S, K, 2>(simd, d, 0, keys, &mut sums);
-                self.add::<S, K, 2>(simd, d, 1, keys, &mut sums);
+                self.add::<S, K, 2>(simd, d, 0, keys, sums);
+                self.add::<S, K, 2>(simd, d, 1, keys, sums);
                 d += 2 * S::LANES;
             }
-            if d < self.dim {
-                self.add::<S, K, 1>(simd, d, 0, keys, &mut sums);
+            if d < self.words {
+                self.add::<S, K, 1>(simd, d, 0, keys, sums);
             }
-        }
-        let mut dots = [[0.0; K]; R];
-        let (flat, into) = (sums.as_flattened(), dots.as_flattened_mut());
-        for i in (0..R * K).step_by(4) {
-            let four = [
-                flat[i],
-                flat[(i + 1).min(R * K - 1)],
-                flat[(i + 2).min(R * K - 1)],
-                flat[(i + 3).min(R * K - 1)],
-            ];
-            let mut sums = [0.0; 4];
-            // SAFETY: room for four.
-            unsafe { simd.sum_four(sums.as_mut_ptr(), four) }
-            let count = (R * K - i).min(4);
-            into[i..i + count].copy_from_slice(&sums[..count]);
-        }
-        for (r, &dots) in dots.iter().enumerate() {
-            // SAFETY: the caller's promise for `scores`; `first + K <= TILE`.
-            unsafe { self.scores.add(r * TILE + first).cast::<[f32; K]>().write_unaligned(dots) }
         }
     }
 
     /// Of `C` vectors from `d` on, number `c` of each row times that of each key.
     ///
     /// # Safety
-    /// - As for the job; `d + C * LANES <= dim`.
+    /// - As for the job; `d + C * LANES <= words`.
     #[inline(always)]
     unsafe fn add<S: Simd, const K: usize, const C: usize>(
         &self,
@@ -119,7 +169,9 @@ impl<T: Stored, const R: usize> Score<'_, T, R> {
         c: usize,
         keys: [*const T; K],
         sums: &mut [[S::F32; K]; R],
-    ) {
+    ) where
+        M: Method<S>,
+    {
         let query = self.query.wrapping_add((d + c * S::LANES) * R);
         // What there is less of is held in registers while the other streams by.
         if R < K {
@@ -132,7 +184,7 @@ impl<T: Stored, const R: usize> Score<'_, T, R> {
                 // SAFETY: the caller's promise for keys.
                 let k = unsafe { load::<S, T, C>(simd, keys[i].add(d), c) };
                 for r in 0..R {
-                    sums[r][i] = simd.mul_add(q[r], k, sums[r][i]);
+                    sums[r][i] = M::multiply_add(simd, q[r], k, sums[r][i]);
                 }
             }
         } else {
@@ -145,7 +197,7 @@ impl<T: Stored, const R: usize> Score<'_, T, R> {
                 // SAFETY: the caller's promise for rows.
                 let q = unsafe { simd.load(query.add(r * S::LANES)) };
                 for i in 0..K {
-                    sums[r][i] = simd.mul_add(q, k[i], sums[r][i]);
+                    sums[r][i] = M::multiply_add(simd, q, k[i], sums[r][i]);
                 }
             }
         }

@@ -130,6 +130,18 @@ pub(super) trait Simd: Copy + Send + Sync {
     /// # Safety
     /// - `to` is valid for writes of 4 elements; any alignment.
     unsafe fn sum_four(self, to: *mut f32, a: [Self::F32; 4]);
+    /// Stores the sums of all lanes of sixteen vectors, each as [`sum_four`](Self::sum_four) has it. This
+    /// body is the definition: sets with vectors as long override it.
+    ///
+    /// # Safety
+    /// - `to` is valid for writes of 16 elements; any alignment.
+    #[inline(always)]
+    unsafe fn sum_sixteen(self, to: *mut f32, a: [Self::F32; 16]) {
+        for i in (0..16).step_by(4) {
+            // SAFETY: the caller's promise.
+            unsafe { self.sum_four(to.add(i), [a[i], a[i + 1], a[i + 2], a[i + 3]]) }
+        }
+    }
     /// Lane `j` of vector `i` becomes lane `i` of vector `j`, for the first `LANES` vectors.
     fn transpose(self, rows: &mut [Self::F32; MOST_LANES]);
     /// Asks for the cache line at an address, which need not be valid.
@@ -347,6 +359,20 @@ mod tests {
         unsafe { simd.sum_four(sums.as_mut_ptr(), four) };
         let sum = (S::LANES * (S::LANES - 1) / 2) as f32;
         assert_eq!(sums, [S::LANES as f32, sum, 2.0 * S::LANES as f32, sum]);
+        // Of numbers whose sums are rounded, differently in another order.
+        let rough = |i: usize| (0..MOST_LANES).map(move |lane| ((i * 16 + lane) as f32 * 0.7).sin().exp2());
+        // SAFETY: so many numbers are there.
+        let sixteen =
+            std::array::from_fn::<_, 16, _>(|i| unsafe { simd.load(rough(i).collect::<Vec<_>>().as_ptr()) });
+        let (mut want, mut got) = ([0.0; 16], [0.0; 16]);
+        for (four, to) in sixteen.as_chunks::<4>().0.iter().zip(want.as_chunks_mut::<4>().0) {
+            // SAFETY: room for four.
+            unsafe { simd.sum_four(to.as_mut_ptr(), *four) };
+        }
+        // SAFETY: room for sixteen.
+        unsafe { simd.sum_sixteen(got.as_mut_ptr(), sixteen) };
+        assert_eq!(got.map(f32::to_bits), want.map(f32::to_bits));
+
         assert_eq!([simd.sum(vector), simd.max_lane(vector)], [sum, (S::LANES - 1) as f32]);
         let last = simd.splat((S::LANES - 1) as f32);
         assert!(!simd.any_less(last, vector) && simd.any_less(simd.sub(last, simd.splat(0.5)), vector));

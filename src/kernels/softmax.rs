@@ -1,11 +1,12 @@
 //! From dot products to weights, one row of one tile at a time.
 
+use std::iter::StepBy;
 use std::ops::Range;
 
-use super::math::{exp, tanh};
+use super::math::{exp_each, tanh};
+use super::method::Method;
 use super::scales::TileScales;
 use super::simd::Simd;
-use super::tokens::TILE;
 
 /// How a dot product becomes a logit.
 #[derive(Clone, Copy, Debug)]
@@ -21,8 +22,8 @@ pub(super) struct Logit {
 }
 
 /// One row's dot products with a tile, and what it has seen before.
-pub(super) struct Row<'a> {
-    pub(super) scores: &'a mut [f32; TILE],
+pub(super) struct Row<'a, const N: usize> {
+    pub(super) scores: &'a mut [f32; N],
     /// The products that count: not empty, inside the tile. Weights outside become 0 or stay.
     pub(super) seen: Range<usize>,
     pub(super) logit: Logit,
@@ -34,20 +35,65 @@ pub(super) struct Row<'a> {
     pub(super) acc: &'a mut [f32],
 }
 
-impl Row<'_> {
+impl<const N: usize> Row<'_, N> {
     /// Turns dot products into weights relative to the new maximum (times the scales of values), and
     /// carries the running sums over to it.
     #[inline(always)]
-    pub(super) fn weigh<S: Simd>(self, simd: S) {
+    pub(super) fn weigh<S: Simd, M: Method<S>>(mut self, simd: S) {
+        let Logit { scale, soft_cap, slope, .. } = self.logit;
+        let whole = self.seen.start == 0 && self.seen.end == N;
+        // The most frequent case by far without a branch per vector: there are few multiply-adds to hide
+        // them behind.
+        if whole && soft_cap == 0.0 && slope == 0.0 && self.scales.is_none() {
+            let scale = simd.splat(scale);
+            let mut max = simd.splat(f32::NEG_INFINITY);
+            for i in (0..N).step_by(S::LANES) {
+                // SAFETY: `i` is a multiple of LANES inside the tile, whose size is one too.
+                max = simd.max(simd.mul(unsafe { simd.load(self.scores.as_ptr().add(i)) }, scale), max);
+            }
+            let reference = self.reference(simd, max);
+            let mut sum = simd.splat(0.0);
+            // As many at once as registers hold beside constants, or as there are.
+            // SAFETY: a whole tile of vectors, whose number all of these divide.
+            unsafe {
+                match (N / S::LANES).min(S::REGISTERS / 8) {
+                    1 => sum = self.weights::<S, M, 1>(simd, 0, scale, reference, sum),
+                    2 | 3 => {
+                        for i in (0..N).step_by(2 * S::LANES) {
+                            sum = self.weights::<S, M, 2>(simd, i, scale, reference, sum);
+                        }
+                    }
+                    _ => {
+                        for i in (0..N).step_by(4 * S::LANES) {
+                            sum = self.weights::<S, M, 4>(simd, i, scale, reference, sum);
+                        }
+                    }
+                }
+            }
+            *self.sum += simd.sum(sum);
+        } else {
+            let vectors = (self.seen.start / S::LANES * S::LANES..self.seen.end.min(N)).step_by(S::LANES);
+            let max = self.logits(simd, vectors.clone(), whole);
+            let reference = self.reference(simd, max);
+            let (one, mut sum) = (simd.splat(1.0), simd.splat(0.0));
+            for i in vectors {
+                // SAFETY: as above.
+                sum = unsafe { self.weights::<S, M, 1>(simd, i, one, reference, sum) };
+            }
+            *self.sum += simd.sum(sum);
+        }
+    }
+
+    /// Turns some vectors of dot products into logits; returns the largest of each lane.
+    #[inline(always)]
+    fn logits<S: Simd>(&mut self, simd: S, vectors: StepBy<Range<usize>>, whole: bool) -> S::F32 {
         let Self { seen, logit, scales, .. } = self;
         let scores = self.scores.as_mut_ptr();
-        let vectors = (seen.start / S::LANES * S::LANES..seen.end.min(TILE)).step_by(S::LANES);
         let (start, end) = (simd.splat(seen.start as f32), simd.splat(seen.end as f32));
-        let whole = seen.start == 0 && seen.end == TILE;
         let masked = simd.splat(f32::NEG_INFINITY);
         let scale = simd.splat(logit.scale);
         let mut max = masked;
-        for i in vectors.clone() {
+        for i in vectors {
             // SAFETY: `i` is a multiple of LANES inside the tile, whose size is one too.
             let mut x = simd.mul(unsafe { simd.load(scores.add(i)) }, scale);
             if let Some(TileScales { key, .. }) = scales {
@@ -71,40 +117,67 @@ impl Row<'_> {
             // SAFETY: as above.
             unsafe { simd.store(scores.add(i), x) }
         }
+        max
+    }
+
+    /// What weights are relative to, given the largest logit of each lane: the largest so far, to which
+    /// running sums are carried over.
+    #[inline(always)]
+    fn reference<S: Simd>(&mut self, simd: S, max: S::F32) -> S::F32 {
         let old_max = *self.max;
         // Mostly not: the largest of many keys is seldom among the next few.
         if simd.any_less(simd.splat(old_max), max) {
-            *self.max = old_max.max(simd.max_lane(max));
-        }
-        let new_max = *self.max;
-        // Nothing but -inf so far: any finite reference leaves all weights 0 (and NaN, NaN).
-        let reference = simd.splat(if new_max == f32::NEG_INFINITY { 0.0 } else { new_max });
-        let mut sum = simd.splat(0.0);
-        for i in vectors {
-            // SAFETY: as above.
-            unsafe {
-                let weight = exp(simd, simd.sub(simd.load(scores.add(i)), reference));
-                sum = simd.add(sum, weight);
-                let weight = match scales {
-                    Some(TileScales { value, .. }) => simd.mul(weight, simd.load(value.as_ptr().add(i))),
-                    None => weight,
-                };
-                simd.store(scores.add(i), weight);
-            }
-        }
-        if old_max < new_max {
-            let kept = rescale(old_max, new_max);
+            let new_max = old_max.max(simd.max_lane(max));
             // Nothing is 0 already.
             if *self.sum != 0.0 {
+                let kept = rescale(old_max, new_max);
+                *self.sum *= kept;
                 let kept = simd.splat(kept);
                 for x in self.acc.chunks_exact_mut(S::LANES) {
                     // SAFETY: a chunk is one vector.
                     unsafe { simd.store(x.as_mut_ptr(), simd.mul(simd.load(x.as_ptr()), kept)) }
                 }
             }
-            *self.sum *= kept;
+            *self.max = new_max;
         }
-        *self.sum += simd.sum(sum);
+        // Nothing but -inf so far: any finite reference leaves all weights 0 (and NaN, NaN).
+        simd.splat(if *self.max == f32::NEG_INFINITY { 0.0 } else { *self.max })
+    }
+
+    /// Turns `V` vectors from `from` on, times `scale`, into weights, times the scales of values, and adds
+    /// them to `sum`, without these scales.
+    ///
+    /// # Safety
+    /// - These vectors lie in the tile.
+    #[inline(always)]
+    unsafe fn weights<S: Simd, M: Method<S>, const V: usize>(
+        &mut self,
+        simd: S,
+        from: usize,
+        scale: S::F32,
+        reference: S::F32,
+        mut sum: S::F32,
+    ) -> S::F32 {
+        let scores = self.scores.as_mut_ptr();
+        let mut x = [reference; V];
+        for (n, x) in x.iter_mut().enumerate() {
+            // SAFETY: the caller's promise.
+            let logit = simd.mul(unsafe { simd.load(scores.add(from + n * S::LANES)) }, scale);
+            *x = simd.sub(logit, reference);
+        }
+        for (n, mut weight) in exp_each(simd, x).into_iter().enumerate() {
+            let i = from + n * S::LANES;
+            sum = simd.add(sum, weight);
+            // SAFETY: the caller's promise; scales are a tile too.
+            unsafe {
+                if let Some(TileScales { value, .. }) = self.scales {
+                    weight = simd.mul(weight, simd.load(value.as_ptr().add(i)));
+                }
+                // Half as long where a word holds two: over what was read before.
+                M::store_weights(simd, scores, i, weight);
+            }
+        }
+        sum
     }
 }
 

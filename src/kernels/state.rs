@@ -1,11 +1,23 @@
 //! What attention over some of the keys leaves behind, and how such parts are joined.
 
 use super::flash::{Block, Call};
+use super::pairs::unzip;
 use super::rows::store_row;
 use super::scratch::Scratch;
 use super::simd::join_neighbours;
 use super::softmax::rescale;
 use crate::storage::RowsViewMut;
+
+/// The order of elements in a row that vectors of so many lanes work on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    /// Their own.
+    Straight,
+    /// As [`part_neighbours`](super::simd::part_neighbours) leaves them.
+    Parted(usize),
+    /// Of sums over values that [`zip`](super::pairs::Pairs::zip) put together; queries are straight.
+    Zipped(usize),
+}
 
 /// Unnormalised attention of a block's rows over a part of the keys.
 ///
@@ -16,8 +28,7 @@ pub(crate) struct State {
     pub(super) acc: Scratch,
     /// Elements from a row of `acc` to the next: `v_head_dim` rounded up to whole vectors.
     pub(super) stride: usize,
-    /// Lanes that neighbours of `acc` were parted for; `None` if they are in order.
-    pub(super) parted: Option<usize>,
+    pub(super) order: Order,
     /// Largest logit of each row so far; -inf where it saw no key.
     pub(super) max: Vec<f32>,
     /// Sum of each row's weights, relative to `max`; 0 where it saw no key.
@@ -26,11 +37,11 @@ pub(crate) struct State {
 
 impl State {
     /// Rows that saw no key.
-    pub(super) fn new(rows: usize, stride: usize, parted: Option<usize>) -> Self {
+    pub(super) fn new(rows: usize, stride: usize, order: Order) -> Self {
         Self {
             acc: Scratch::zeros(rows * stride),
             stride,
-            parted,
+            order,
             max: vec![f32::NEG_INFINITY; rows],
             sum: vec![0.0; rows],
         }
@@ -38,14 +49,14 @@ impl State {
 
     /// Rows of the same shape that saw no key.
     pub(super) fn like(&self) -> Self {
-        Self::new(self.max.len(), self.stride, self.parted)
+        Self::new(self.max.len(), self.stride, self.order)
     }
 
     /// What some of a block's queries saw: those of `part`, which has the same heads.
     pub(crate) fn part(&self, block: &Block, part: &Block, group: usize) -> Self {
         let (all, rows) = (block.num_queries * group, part.num_queries * group);
         let first = (part.first_row - block.first_row) * group;
-        let mut state = Self::new(rows * part.num_kv_heads, self.stride, self.parted);
+        let mut state = Self::new(rows * part.num_kv_heads, self.stride, self.order);
         for kv_head in 0..part.num_kv_heads {
             let (from, into) = (kv_head * all + first, kv_head * rows);
             state.max[into..][..rows].copy_from_slice(&self.max[from..][..rows]);
@@ -106,8 +117,10 @@ impl State {
                 factor = f32::NAN;
             }
             let acc = &mut self.acc[row * self.stride..][..self.stride];
-            if let Some(lanes) = self.parted {
-                join_neighbours(acc, lanes);
+            match self.order {
+                Order::Straight => {}
+                Order::Parted(lanes) => join_neighbours(acc, lanes),
+                Order::Zipped(lanes) => unzip(acc, lanes),
             }
             for x in &mut acc[..dim] {
                 *x *= factor;

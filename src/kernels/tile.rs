@@ -1,46 +1,45 @@
 //! One tile of keys and values, all rows of the KV head they belong to.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::flash::{Block, Call};
 use super::gather::Gather;
+use super::method::Method;
 use super::product::Product;
 use super::scales::TileScales;
 use super::score::Score;
-use super::simd::{Job, Simd, Stored};
+use super::simd::{Job, Simd};
 use super::softmax::{Logit, Row};
 use super::tokens::{Later, Next, TILE, Tokens};
+use super::weighted::Weighted;
 
-/// Rows of queries that go through a tile together.
-const ROWS: usize = 6;
-
-/// Rows of each group that goes through a tile together: at most `ROWS`, as equally as can be. The
-/// last group may be smaller.
-pub(super) fn rows_of_group(rows: usize) -> usize {
-    rows.div_ceil(rows.div_ceil(ROWS))
+/// Rows that go through a tile together: at most `most`, in groups as equal as can be. The last group may
+/// be smaller.
+pub(super) fn rows_of_group(rows: usize, most: usize) -> usize {
+    rows.div_ceil(rows.div_ceil(most))
 }
 
 /// Keys of a tile.
 #[derive(Clone, Copy)]
 pub(super) enum Keys<'a, T> {
-    /// Where they lie, and what is asked for meanwhile.
-    Stored(Tokens<'a, T>, Option<Next<'a, T>>),
-    /// Widened and transposed: `[dim, TILE]`.
+    /// Where they lie.
+    Stored(Tokens<'a, T>),
+    /// Transposed: `[words, TILE]`, and so many words.
     Packed(&'a [f32], usize),
 }
 
-impl<T: Stored> Keys<'_, T> {
-    /// The same for one of several groups of rows.
-    fn asking_for(self, part: usize, parts: usize) -> Self {
-        match self {
-            Self::Stored(keys, next) => Self::Stored(keys, next.map(|next| Next { part, parts, ..next })),
-            Self::Packed(..) => self,
-        }
-    }
+/// Values of a tile.
+#[derive(Clone, Copy)]
+pub(super) enum Values<'a, T> {
+    /// Where they lie.
+    Stored(Tokens<'a, T>),
+    /// As the method packs them.
+    Packed(&'a [f32]),
 }
 
-/// The rows of one KV head on their way through one tile.
-pub(super) struct Tile<'a, S> {
+/// The rows of one KV head on their way through one tile of `N` keys.
+pub(super) struct Tile<'a, S, const N: usize> {
     pub(super) simd: S,
     pub(super) call: &'a Call<'a>,
     pub(super) block: &'a Block<'a>,
@@ -48,14 +47,18 @@ pub(super) struct Tile<'a, S> {
     pub(super) first_head: usize,
     /// Position of the tile's first key.
     pub(super) start: usize,
-    /// `[rows, key_dim]`, inside each group in the order in which its keys are taken.
+    /// Rows that go through the tile together.
+    pub(super) at_once: usize,
+    /// Whether every row sees all of the tile.
+    pub(super) whole: bool,
+    /// `[rows, key_words]`, inside each group in the order in which its keys are taken.
     pub(super) query: &'a [f32],
-    /// Elements of a key and a value, rounded up to whole vectors.
-    pub(super) key_dim: usize,
+    /// Words of a key and elements of a value, rounded up to whole vectors.
+    pub(super) key_words: usize,
     pub(super) value_dim: usize,
     /// Of quantised keys and values.
     pub(super) scales: Option<TileScales<'a>>,
-    /// `[rows, TILE]`: dot products, then weights.
+    /// `[rows, N]`: dot products, then weights.
     pub(super) scores: &'a mut [f32],
     /// The rows' part of [`State`](super::state::State).
     pub(super) acc: &'a mut [f32],
@@ -63,157 +66,222 @@ pub(super) struct Tile<'a, S> {
     pub(super) sum: &'a mut [f32],
 }
 
-impl<S: Simd> Tile<'_, S> {
-    /// Each step for all rows before the next, so that keys, then values, stay in the nearest cache.
+impl<S: Simd, const N: usize> Tile<'_, S, N> {
+    /// Dot products of all rows with the tile's keys.
     ///
     /// # Safety
-    /// - Every token of stored keys, and of `values`, is valid for reads of `key_dim` and
-    ///   `value_dim`; so is `next`, or it is not there.
-    pub(super) unsafe fn attend<K: Stored, V: Stored, L>(
+    /// - Every token of stored keys is valid for reads of `key_words`; so is `next`, or it is not there.
+    pub(super) unsafe fn scores<M: Method<S>, L>(
         &mut self,
-        keys: Keys<K>,
-        values: Tokens<V>,
-        next: Option<Tokens<V>>,
+        keys: Keys<M::Word>,
+        next: Option<Tokens<M::Word>>,
         later: Option<&Later<L>>,
     ) {
-        let rows = self.max.len();
-        let count = rows_of_group(rows);
+        let (rows, count) = (self.max.len(), self.at_once);
         let parts = rows.div_ceil(count);
         for (part, row) in (0..rows).step_by(count).enumerate() {
-            let keys = keys.asking_for(part, parts);
+            let next = next.map(|tokens| Next { tokens, part, parts });
             if let Some(later) = later {
                 later.prefetch(self.simd, part, parts);
             }
             // SAFETY: the caller's promise; so many rows are left.
             unsafe {
                 match count.min(rows - row) {
-                    1 => self.score::<K, 1>(row, keys),
-                    2 => self.score::<K, 2>(row, keys),
-                    3 => self.score::<K, 3>(row, keys),
-                    4 => self.score::<K, 4>(row, keys),
-                    5 => self.score::<K, 5>(row, keys),
-                    _ => self.score::<K, ROWS>(row, keys),
+                    1 => self.score::<M, 1>(row, keys, next),
+                    2 => self.score::<M, 2>(row, keys, next),
+                    3 => self.score::<M, 3>(row, keys, next),
+                    4 => self.score::<M, 4>(row, keys, next),
+                    5 => self.score::<M, 5>(row, keys, next),
+                    6 => self.score::<M, 6>(row, keys, next),
+                    // Not compiled for methods that never need them.
+                    rows if M::ROWS > 6 => match rows {
+                        7 => self.score::<M, 7>(row, keys, next),
+                        _ => self.score::<M, 8>(row, keys, next),
+                    },
+                    rows => unreachable!("{rows} rows"),
                 }
             }
         }
+    }
+
+    /// Turns all rows' dot products with the tile into weights.
+    pub(super) fn weigh<M: Method<S>>(&mut self) {
         // SAFETY: it asks for nothing.
-        unsafe { self.simd.call(Weigh(self)) };
+        unsafe { self.simd.call(Weigh(self, PhantomData::<M>)) };
+    }
+
+    /// Adds the tile's values to all rows, weighted.
+    ///
+    /// # Safety
+    /// - Stored values are valid for reads of `value_dim` elements; so is `next`, or it is not there.
+    pub(super) unsafe fn weighted_sums<M: Method<S>>(
+        &mut self,
+        values: Values<M::Word>,
+        next: Option<Tokens<M::Word>>,
+    ) {
+        let (rows, count) = (self.max.len(), self.at_once);
+        let parts = rows.div_ceil(count);
         for (part, row) in (0..rows).step_by(count).enumerate() {
             let next = next.map(|tokens| Next { tokens, part, parts });
             // SAFETY: the caller's promise; so many rows are left.
-            unsafe { self.weighted_sums(row..(row + count).min(rows), values, next) };
+            unsafe { self.weighted_sums_of::<M>(row..(row + count).min(rows), values, next) };
         }
     }
 
     /// Dot products of `R` rows from `row` on.
     ///
     /// # Safety
-    /// - As for `attend`.
-    unsafe fn score<T: Stored, const R: usize>(&mut self, row: usize, keys: Keys<T>) {
+    /// - As for `scores`.
+    unsafe fn score<M: Method<S>, const R: usize>(
+        &mut self,
+        row: usize,
+        keys: Keys<M::Word>,
+        next: Option<Next<M::Word>>,
+    ) {
         // Both ends grow with the row, so these are the first and last tokens that any row sees.
         let seen = self.seen(row).start..self.seen(row + R - 1).end;
         if seen.is_empty() {
             return;
         }
-        let query = self.query[row * self.key_dim..][..R * self.key_dim].as_ptr();
-        let scores = self.scores[row * TILE..][..R * TILE].as_mut_ptr();
+        let words = self.key_words;
+        let query = self.query[row * words..][..R * words].as_ptr();
+        let scores = self.scores[row * N..][..R * N].as_mut_ptr();
         // SAFETY: R rows of queries and scores; the caller's promise for stored keys. Packed ones
-        // are `dim` tiles.
+        // are `words` tiles.
         unsafe {
             match keys {
-                Keys::Stored(keys, next) => {
-                    self.simd.call(Score::<T, R> { query, keys, next, seen, dim: self.key_dim, scores });
+                Keys::Stored(keys) => {
+                    self.simd.call(Score::<M, _, R, N> {
+                        query,
+                        keys,
+                        next,
+                        seen,
+                        words,
+                        scores,
+                        method: PhantomData,
+                    });
                 }
-                Keys::Packed(keys, dim) => {
-                    let keys = keys[..dim * TILE].as_ptr();
-                    self.simd.call(Product::<R> { query, keys, seen, dim, scores });
+                Keys::Packed(keys, words) => {
+                    assert!(N == TILE, "packed tiles have one size");
+                    let keys = keys[..words * TILE].as_ptr();
+                    let stride = self.key_words;
+                    let method = PhantomData;
+                    self.simd.call(Product::<M, R> { query, stride, keys, seen, words, scores, method });
                 }
             }
         }
     }
 
     /// Tokens of the tile that a row sees.
+    #[inline]
     fn seen(&self, row: usize) -> Range<usize> {
+        if self.whole {
+            return 0..N;
+        }
         let position = self.block.position + (row / self.call.group()) as i64;
-        self.call.mask.seen_in(position, self.block.len, self.start, TILE)
+        self.call.mask.seen_in(position, self.block.len, self.start, N)
     }
 
     /// Adds the weighted values to some rows: tokens that all of them see go through together, the
     /// others row by row, in ascending order.
     ///
     /// # Safety
-    /// - As for `attend`.
-    unsafe fn weighted_sums<T: Stored>(
+    /// - As for `weighted_sums`.
+    unsafe fn weighted_sums_of<M: Method<S>>(
         &mut self,
         rows: Range<usize>,
-        values: Tokens<T>,
-        next: Option<Next<T>>,
+        values: Values<M::Word>,
+        next: Option<Next<M::Word>>,
     ) {
         let (first, last) = (self.seen(rows.start), self.seen(rows.end - 1));
-        let together = last.start..first.end;
         // SAFETY: the caller's promise.
         unsafe {
             if first == last {
-                return self.gather(rows, values, next, together);
+                return self.gather::<M>(rows, values, next, first);
             }
-            let together = if together.is_empty() { TILE..TILE } else { together };
+            // Whole words, of which no row sees a part.
+            let (start, end) =
+                (last.start.next_multiple_of(M::PER_WORD), first.end / M::PER_WORD * M::PER_WORD);
+            let together = if start < end { start..end } else { N..N };
             for row in rows.clone() {
                 let Range { start, end } = self.seen(row);
-                self.gather(row..row + 1, values, None, start..end.min(together.start));
+                self.gather::<M>(row..row + 1, values, None, start..end.min(together.start));
             }
-            self.gather(rows.clone(), values, next, together.clone());
+            self.gather::<M>(rows.clone(), values, next, together.clone());
             for row in rows {
                 let Range { start, end } = self.seen(row);
-                self.gather(row..row + 1, values, None, start.max(together.end)..end);
+                self.gather::<M>(row..row + 1, values, None, start.max(together.end)..end);
             }
         }
     }
 
-    /// Adds the weighted values of the tokens `seen` to at most `ROWS` rows.
+    /// Adds the weighted values of the tokens `seen` to some rows.
     ///
     /// # Safety
-    /// - The values of `seen` are valid for reads of `value_dim`.
-    unsafe fn gather<T: Stored>(
+    /// - As for `weighted_sums`.
+    unsafe fn gather<M: Method<S>>(
         &mut self,
         rows: Range<usize>,
-        values: Tokens<T>,
-        next: Option<Next<T>>,
+        values: Values<M::Word>,
+        next: Option<Next<M::Word>>,
         seen: Range<usize>,
     ) {
         if seen.is_empty() {
             return;
         }
-        let dim = self.value_dim;
+        let (simd, dim) = (self.simd, self.value_dim);
         let acc = self.acc[rows.start * dim..rows.end * dim].as_mut_ptr();
-        let weights = self.scores[rows.start * TILE..rows.end * TILE].as_ptr();
-        // SAFETY: `weights` and `acc` have so many rows; the caller's promise for the values.
+        let weights = self.scores[rows.start * N..rows.end * N].as_ptr();
+        // SAFETY: `weights` and `acc` have so many rows; the caller's promise for stored values. Packed
+        // ones are a tile.
         unsafe {
-            match rows.len() {
-                1 => self.simd.call(Gather::<T, 1> { weights, values, next, seen, dim, acc }),
-                2 => self.simd.call(Gather::<T, 2> { weights, values, next, seen, dim, acc }),
-                3 => self.simd.call(Gather::<T, 3> { weights, values, next, seen, dim, acc }),
-                4 => self.simd.call(Gather::<T, 4> { weights, values, next, seen, dim, acc }),
-                5 => self.simd.call(Gather::<T, 5> { weights, values, next, seen, dim, acc }),
-                _ => self.simd.call(Gather::<T, ROWS> { weights, values, next, seen, dim, acc }),
+            match values {
+                Values::Stored(values) => match rows.len() {
+                    1 => M::gather(simd, Gather::<_, 1, N> { weights, values, next, seen, dim, acc }),
+                    2 => M::gather(simd, Gather::<_, 2, N> { weights, values, next, seen, dim, acc }),
+                    3 => M::gather(simd, Gather::<_, 3, N> { weights, values, next, seen, dim, acc }),
+                    4 => M::gather(simd, Gather::<_, 4, N> { weights, values, next, seen, dim, acc }),
+                    5 => M::gather(simd, Gather::<_, 5, N> { weights, values, next, seen, dim, acc }),
+                    6 => M::gather(simd, Gather::<_, 6, N> { weights, values, next, seen, dim, acc }),
+                    // Not compiled for methods that never need them.
+                    rows if M::ROWS > 6 => match rows {
+                        7 => M::gather(simd, Gather::<_, 7, N> { weights, values, next, seen, dim, acc }),
+                        _ => M::gather(simd, Gather::<_, 8, N> { weights, values, next, seen, dim, acc }),
+                    },
+                    rows => unreachable!("{rows} rows"),
+                },
+                Values::Packed(values) => {
+                    assert!(N == TILE, "packed tiles have one size");
+                    let values = values[..TILE / M::PER_WORD * dim].as_ptr();
+                    let method = PhantomData::<M>;
+                    match rows.len() {
+                        1 => simd.call(Weighted::<_, 1> { weights, values, seen, dim, acc, method }),
+                        2 => simd.call(Weighted::<_, 2> { weights, values, seen, dim, acc, method }),
+                        3 => simd.call(Weighted::<_, 3> { weights, values, seen, dim, acc, method }),
+                        4 => simd.call(Weighted::<_, 4> { weights, values, seen, dim, acc, method }),
+                        5 => simd.call(Weighted::<_, 5> { weights, values, seen, dim, acc, method }),
+                        _ => simd.call(Weighted::<_, 6> { weights, values, seen, dim, acc, method }),
+                    }
+                }
             }
         }
     }
 }
 
 /// Turns all rows' dot products into weights.
-struct Weigh<'a, 'b, S>(&'a mut Tile<'b, S>);
+struct Weigh<'a, 'b, S, M, const N: usize>(&'a mut Tile<'b, S, N>, PhantomData<M>);
 
-impl<S: Simd> Job<S> for Weigh<'_, '_, S> {
+impl<S: Simd, M: Method<S>, const N: usize> Job<S> for Weigh<'_, '_, S, M, N> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run(self, simd: S) {
-        let Self(tile) = self;
+        let Self(tile, _) = self;
         let (dim, group) = (tile.value_dim, tile.call.group());
-        let (tiles, _) = tile.scores.as_chunks_mut();
+        let (tiles, _) = tile.scores.as_chunks_mut::<N>();
         for query in 0..tile.max.len() / group {
             let position = tile.block.position + query as i64;
-            let seen = tile.call.mask.seen_in(position, tile.block.len, tile.start, TILE);
+            let seen = tile.call.mask.seen_in(position, tile.block.len, tile.start, N);
             if seen.is_empty() {
                 continue;
             }
@@ -234,7 +302,7 @@ impl<S: Simd> Job<S> for Weigh<'_, '_, S> {
                     sum: &mut tile.sum[row],
                     acc: &mut tile.acc[row * dim..][..dim],
                 };
-                row.weigh(simd);
+                row.weigh::<S, M>(simd);
             }
         }
     }

@@ -4,19 +4,24 @@ use std::marker::PhantomData;
 
 use super::simd::Simd;
 
-/// Keys whose dot products are turned into weights together.
-pub(super) const TILE: usize = 64;
+/// Keys whose dot products are turned into weights together where many rows use them: the more, the seldomer
+/// sums are fetched and put back, and the less of a row's softmax is what has to be done once.
+pub(super) const TILE: usize = 128;
+
+/// The same where few rows do: the more, the seldomer sums are fetched and put back; the fewer, the less
+/// memory lies between a head's keys and its values.
+pub(super) const SHORT_TILE: usize = 64;
 
 /// Bytes that memory moves together.
 pub(super) const CACHE_LINE: usize = 64;
 
-/// Token `i` of the tile lies at `base + offsets[i]` bytes.
+/// Some tokens of a tile: number `i` lies at `base + offsets[i]` bytes.
 #[derive(Clone, Copy)]
 pub(super) struct Tokens<'a, T> {
     /// Where offsets start.
     pub(super) base: *const u8,
-    /// Bytes, one per token of the tile.
-    pub(super) offsets: &'a [usize; TILE],
+    /// Bytes, one per token.
+    pub(super) offsets: &'a [usize],
     /// What lies there.
     pub(super) stored: PhantomData<T>,
 }
@@ -45,18 +50,18 @@ impl<'a, T> Next<'a, T> {
 pub(super) struct Later<'a, T> {
     pub(super) keys: Tokens<'a, T>,
     pub(super) values: Tokens<'a, T>,
-    pub(super) key_dim: usize,
-    pub(super) value_dim: usize,
+    pub(super) key_words: usize,
+    pub(super) value_words: usize,
 }
 
 impl<T> Later<'_, T> {
     /// Asks for one of `parts`.
     pub(super) fn prefetch<S: Simd>(&self, simd: S, part: usize, parts: usize) {
-        let line = CACHE_LINE / size_of::<T>();
-        for token in part * TILE / parts..(part + 1) * TILE / parts {
-            for (tokens, dim) in [(&self.keys, self.key_dim), (&self.values, self.value_dim)] {
-                for element in (0..dim).step_by(line) {
-                    simd.prefetch(tokens.at(token).wrapping_add(element).cast());
+        let (line, count) = (CACHE_LINE / size_of::<T>(), self.keys.offsets.len());
+        for token in part * count / parts..(part + 1) * count / parts {
+            for (tokens, words) in [(&self.keys, self.key_words), (&self.values, self.value_words)] {
+                for word in (0..words).step_by(line) {
+                    simd.prefetch(tokens.at(token).wrapping_add(word).cast());
                 }
             }
         }

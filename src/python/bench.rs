@@ -62,7 +62,8 @@ pub(super) fn bench_pool(py: Python<'_>, repetitions: usize) -> PyResult<Vec<Bou
 /// -------
 /// list of dict
 ///     As of :func:`bench_pool`; GB/s of keys and values read beside reading the same pages, or
-///     GFLOP/s beside multiply-adds in registers: here the larger is the better. A batch with a shared
+///     GFLOP/s beside multiply-adds in registers, or products of bfloat16 in pairs where those are what
+///     the kernel does; the yardstick says which. Here the larger is the better. A batch with a shared
 ///     prefix stands beside the same one without, each sequence's bytes counted in both.
 #[pyfunction]
 #[pyo3(signature = (repetitions, *, cases=None, dtypes=None, page_sizes=None, threads=None,

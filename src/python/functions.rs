@@ -421,8 +421,8 @@ pub(super) fn kv_bytes_per_token(
 /// Parameters
 /// ----------
 /// name : str
-///     ``"scalar"``, ``"neon"``, ``"avx2"`` or ``"avx512"``. The environment variable ``PAGED_KV_ISA`` does the
-///     same at start.
+///     ``"scalar"``, ``"neon"``, ``"avx2"``, ``"avx512"`` or ``"avx512_bf16"``, which multiplies bfloat16 in
+///     pairs. The environment variable ``PAGED_KV_ISA`` does the same at start.
 ///
 /// Raises
 /// ------

@@ -5,6 +5,15 @@
 //! product), and less the maximum `m` by `u·|x − m|` more. That absolute error of a logit is the
 //! relative error of its weight: at logits of 1e5 with `n = 1` some 2 %, whatever else is done in f32.
 //! [`Exact::bound`] adds that up over the keys, weighted as the keys are.
+//!
+//! Where bfloat16 are multiplied in pairs, products are exact and sums as above, but three things are
+//! lost besides:
+//! - A weight is rounded to 8 bits, by a factor within `1 ± 2^-8`. The sum that divides is not, so
+//!   that the output is off by at most `2^-8 · Σ w·|v| / Σ w`: as much as rounding it to bfloat16.
+//! - An element below `2^-126` counts as 0: a logit is off by its product.
+//! - A weight, a product or a sum below `2^-126` is 0. The largest weight is 1, and so the sum of all
+//!   at least: the output of `len` keys is off by `2^-126 · len · (2 + |v|)` at most. Outputs
+//!   that are subnormal themselves may be 0.
 
 use paged_kv::attention::reference;
 use paged_kv::dtype::DType;
@@ -15,8 +24,14 @@ use crate::memory::{Rng, rounded};
 
 /// Half a unit in the last place of f32, relative.
 const U: f64 = 1.0 / (1 << 24) as f64;
+/// The same of bfloat16.
+const U16: f64 = 1.0 / 256.0;
+/// The smallest normal number of both.
+const NORMAL: f64 = f32::MIN_POSITIVE as f64;
+/// Dims that are multiplied in pairs.
+const WIDE: [usize; 2] = [64, 32];
 
-/// One query, one head, and what they give.
+/// One query, all of whose heads are the same, and what they give.
 struct Exact {
     query: Vec<f32>,
     key: Vec<f32>,
@@ -29,11 +44,12 @@ struct Exact {
 impl Exact {
     /// Contents are rounded to what `case` stores.
     fn new(case: Case, query: &[f32], key: &[f32], value: &[f32]) -> Self {
-        let stored = |x: &[f32]| -> Vec<f32> { x.iter().map(|&x| rounded(x, case.kv_dtype)).collect() };
-        let (query, key, value) = (query.to_vec(), stored(key), stored(value));
+        let stored = |x: &[f32], dtype| -> Vec<f32> { x.iter().map(|&x| rounded(x, dtype)).collect() };
+        let query = stored(query, case.query_dtype);
+        let (key, value) = (stored(key, case.kv_dtype), stored(value, case.kv_dtype));
         let case = Case {
             num_kv_heads: 1,
-            group: 1,
+            group: if case.query_dtype == DType::BF16 { 2 } else { 1 },
             head_dim: query.len(),
             v_head_dim: value.len() * query.len() / key.len(),
             sequences: vec![(key.len() / query.len(), 1)],
@@ -49,16 +65,50 @@ impl Exact {
         Self { query, key, value, case, out, lse: lse[0] }
     }
 
-    /// Per element of the output, the largest error that f32 logits, weights and sums can lead to.
-    fn bound(&self) -> Vec<f64> {
-        let (n, dim) = (self.case.head_dim, self.case.v_head_dim);
-        let scale = self.case.scale.map_or_else(|| (n as f64).sqrt().recip(), f64::from).abs();
+    /// The same in bfloat16, such that it is multiplied in pairs: elements of queries and keys spread
+    /// among zeros, of which sums stay exact, and those of values repeated.
+    fn wide(&self) -> Self {
+        let Case { head_dim, v_head_dim, .. } = self.case;
+        let spread = |rows: &[f32]| -> Vec<f32> {
+            let of_row = |row: &[f32]| {
+                let mut wide = vec![0.0; WIDE[0]];
+                for (i, &x) in row.iter().enumerate() {
+                    // In either half of a word.
+                    wide[i * 17 % WIDE[0]] = x;
+                }
+                wide
+            };
+            rows.chunks_exact(head_dim).flat_map(of_row).collect()
+        };
+        let repeated = |row: &[f32]| row.iter().copied().cycle().take(WIDE[1]).collect::<Vec<_>>();
+        let value: Vec<f32> = self.value.chunks_exact(v_head_dim).flat_map(repeated).collect();
+        let scale = self.case.scale.unwrap_or_else(|| (head_dim as f32).sqrt().recip());
+        let dtype = DType::BF16;
+        let case = Case { kv_dtype: dtype, query_dtype: dtype, scale: Some(scale), ..self.case.clone() };
+        Self::new(case, &spread(&self.query), &spread(&self.key), &value)
+    }
+
+    /// Per element of the output, the largest error that f32 logits, weights and sums can lead to, in
+    /// pairs or not, and the dtype of the output.
+    fn bound(&self, in_pairs: bool) -> Vec<f64> {
+        let (head_dim, dim) = (self.case.head_dim, self.case.v_head_dim);
+        let scale = self.case.scale.map_or_else(|| (head_dim as f64).sqrt().recip(), f64::from).abs();
+        // Adding 0 rounds nothing.
+        let n = self.query.iter().filter(|&&q| q != 0.0).count();
+        let flushed = |x: f32| in_pairs && x.is_subnormal();
+        // Each with the error of its sum.
         let logits: Vec<(f64, f64)> = self
             .key
-            .chunks_exact(n)
+            .chunks_exact(head_dim)
             .map(|key| {
-                let products = self.query.iter().zip(key).map(|(&q, &k)| f64::from(q) * f64::from(k));
-                products.fold((0.0, 0.0), |(x, s), p| (x + p * scale, s + p.abs() * scale))
+                let (mut x, mut error) = (0.0, if in_pairs { n as f64 * NORMAL * scale } else { 0.0 });
+                for (&q, &k) in self.query.iter().zip(key) {
+                    let product = f64::from(q) * f64::from(k) * scale;
+                    let lost = if flushed(q) || flushed(k) { 1.0 } else { (n + 3) as f64 * U };
+                    x += product;
+                    error += lost * product.abs();
+                }
+                (x, error)
             })
             .collect();
         let max = logits.iter().fold(f64::NEG_INFINITY, |max, &(x, _)| max.max(x));
@@ -70,18 +120,28 @@ impl Exact {
         let (mut sum, mut of_sum) = (0.0, 0.0);
         let weights: Vec<(f64, f64)> = logits
             .iter()
-            .map(|&(x, s)| {
+            .map(|&(x, error)| {
                 let weight = (x - max).exp();
-                let error = (((n + 3) as f64 * U * s) + U * (x - max).abs() + depth as f64 * U).exp_m1();
+                let error = (error + U * (x - max).abs() + depth as f64 * U).exp_m1();
                 sum += weight;
                 of_sum += weight * error;
                 (weight, error)
             })
             .collect();
         let of_sum = of_sum / sum;
+        let of_weight = if in_pairs { U16 } else { 0.0 };
         for ((weight, error), value) in weights.into_iter().zip(self.value.chunks_exact(dim)) {
+            let error = error + (1.0 + error) * of_weight;
             for (bound, &v) in bound.iter_mut().zip(value) {
-                *bound += weight / sum * (error + of_sum) / (1.0 - of_sum).max(0.5) * f64::from(v.abs());
+                let v = f64::from(v.abs());
+                *bound += weight / sum * (error + of_sum) / (1.0 - of_sum).max(0.5) * v;
+                // An element or product, a sum and, times the element, a weight; the largest weight is 1.
+                *bound += if in_pairs { NORMAL * (2.0 + v) } else { 0.0 };
+            }
+        }
+        if self.case.query_dtype == DType::BF16 {
+            for (bound, out) in bound.iter_mut().zip(&self.out) {
+                *bound += (out.abs() + *bound + NORMAL) * U16;
             }
         }
         bound
@@ -90,12 +150,14 @@ impl Exact {
     /// Compares every instruction set, on the way of decoding and on that of prefill; no element's bound
     /// may be above `most`, else it says nothing.
     fn check(&self, most: f64) {
-        let bound = self.bound();
-        assert!(bound.iter().all(|&bound| bound <= most), "{bound:?} says less than {most}");
         let (len, dtype) = (self.case.sequences[0].0, self.case.kv_dtype);
-        for (isa, queries) in isas().into_iter().flat_map(|isa| [1, 16].map(|queries| (isa, queries))) {
+        let bounds = [false, true].map(|in_pairs| self.bound(in_pairs));
+        for (isa, queries) in isas().into_iter().flat_map(|isa| [1, 5, 16].map(|queries| (isa, queries))) {
             let case = Case { causal: false, sequences: vec![(len, queries)], ..self.case.clone() };
-            let got = case.run_given(isa, pool(2), &self.query.repeat(queries), &self.key, &self.value);
+            let bound = &bounds[usize::from(case.in_pairs(isa, queries))];
+            assert!(bound.iter().all(|&bound| bound <= most), "{bound:?} says less than {most}");
+            let query = self.query.repeat(queries * case.group);
+            let got = case.run_given(isa, pool(2), &query, &self.key, &self.value);
             for (i, &got) in got.out.iter().enumerate() {
                 let (want, allowed) = (self.out[i % bound.len()], bound[i % bound.len()]);
                 let error = (f64::from(got) - want).abs();
@@ -163,7 +225,11 @@ fn huge_logits_are_as_exact_as_their_last_bits() {
             let key: Vec<f32> = (0..300).map(|_| sign * (1000.0 - unit * (rng.next() % 4) as f32)).collect();
             let value: Vec<f32> = rng.floats(300 * 3);
             let case = Case { kv_dtype, scale: Some(1.0), ..Case::default() };
-            Exact::new(case, &[query], &key, &value).check(0.03);
+            let exact = Exact::new(case, &[query], &key, &value);
+            exact.check(0.03);
+            if kv_dtype == DType::BF16 {
+                exact.wide().check(0.04);
+            }
         }
     }
     // Of more products the bound grows with their number.
@@ -172,6 +238,11 @@ fn huge_logits_are_as_exact_as_their_last_bits() {
     let value = rng.floats(200 * 5);
     let case = Case { scale: Some(1.0), ..Case::default() };
     Exact::new(case, &[100.0; 4], &key, &value).check(0.1);
+    let key: Vec<f32> = (0..200 * WIDE[0]).map(|_| 250.0 + (rng.next() % 3) as f32).collect();
+    let (dtype, value) = (DType::BF16, rng.floats(200 * WIDE[1]));
+    let case = Case { kv_dtype: dtype, query_dtype: dtype, scale: Some(1.0), ..Case::default() };
+    // Logits near 4000.
+    Exact::new(case, &[0.25; WIDE[0]], &key, &value).check(0.06);
 }
 
 /// One key outweighs all others beyond what f32 tells from 0: its value comes out bit by bit, wherever
@@ -186,10 +257,16 @@ fn a_one_hot_softmax_gives_the_value_itself() {
                 key[hot * 2..][..2].fill(100.0);
                 let case = Case { kv_dtype, scale: Some(1.0), ..Case::default() };
                 let exact = Exact::new(case, &[1.0, 1.0], &key, &rng.floats(len * 7));
-                for isa in isas() {
-                    let got = exact.case.run_given(isa, pool(1), &exact.query, &exact.key, &exact.value);
-                    assert_eq!(got.out, exact.value[hot * 7..][..7], "{isa} {kv_dtype}, {hot} of {len}");
-                    assert_eq!(got.lse, [200.0], "{isa} {kv_dtype}, {hot} of {len}");
+                let wide = (kv_dtype == DType::BF16).then(|| exact.wide());
+                for exact in std::iter::once(exact).chain(wide) {
+                    let Case { group, v_head_dim: dim, .. } = exact.case;
+                    let query = exact.query.repeat(group);
+                    for isa in isas() {
+                        let got = exact.case.run_given(isa, pool(1), &query, &exact.key, &exact.value);
+                        let want = exact.value[hot * dim..][..dim].repeat(group);
+                        assert_eq!(got.out, want, "{isa} {kv_dtype}, {hot} of {len}");
+                        assert_eq!(got.lse, vec![200.0; group], "{isa} {kv_dtype}, {hot} of {len}");
+                    }
                 }
             }
         }
@@ -213,9 +290,22 @@ fn a_million_keys_cost_no_digits() {
             assert!(error <= 3e-6, "{isa} {kv_dtype}: {error:e}");
         }
     }
+    // In pairs a tenth of them, of sixteen times the elements.
+    let mut rng = Rng(10);
+    let len = len / 10;
+    let key = rng.floats(len * 4);
+    let value: Vec<f32> = (0..len * 4).map(|_| 1.0 + rng.float()).collect();
+    let exact = Exact::new(Case::default(), &[2.0, -3.0, 1.0, 0.5], &key, &value).wide();
+    exact.check(0.02);
+    for isa in isas() {
+        let got = exact.case.run_given(isa, pool(2), &exact.query.repeat(2), &exact.key, &exact.value);
+        let error = relative(&got.out, &exact.out.repeat(2));
+        assert!(error <= 4e-3, "{isa} in pairs: {error:e}");
+    }
 }
 
-/// Numbers below the smallest normal one are numbers: nothing is flushed to zero, nor scaled away.
+/// Numbers below the smallest normal one are numbers: nothing is flushed to zero, nor scaled away. In
+/// pairs they may be 0, and then no more is lost than they are.
 #[test]
 fn subnormal_numbers_count() {
     for (kv_dtype, tiny) in [(DType::F32, 1e-40_f32), (DType::BF16, 3e-39), (DType::F16, 1e-6)] {
@@ -226,11 +316,17 @@ fn subnormal_numbers_count() {
         let exact = Exact::new(case.clone(), &[1.0, -2.0, 0.5, 3.0], &key, &tiny_value);
         assert!(exact.out.iter().all(|&x| x > f64::from(tiny) / 2.0));
         exact.check(f64::from(tiny) / 100.0);
+        if kv_dtype == DType::BF16 {
+            exact.wide().check(300.0 * NORMAL);
+        }
         // As keys, with a query that makes ordinary logits of them.
         let query = [1.0 / tiny.max(1e-37); 4];
         let tiny_key: Vec<f32> = (0..130 * 4).map(|_| tiny * rng.float()).collect();
         let exact = Exact::new(Case { scale: Some(1.0), ..case }, &query, &tiny_key, &rng.floats(130 * 6));
         exact.check(1e-4);
+        if kv_dtype == DType::BF16 {
+            exact.wide().check(0.3);
+        }
     }
 }
 
@@ -251,7 +347,12 @@ fn equal_logits_give_the_mean() {
             );
             exact.check(1e-3);
             // Of equal values it is that value, but for sums that all round the same way.
-            Exact::new(exact.case, &[at; 1], &vec![1.0; len], &vec![0.3; len]).check(1e-3);
+            let same = Exact::new(exact.case.clone(), &[at; 1], &vec![1.0; len], &vec![0.3; len]);
+            same.check(1e-3);
+            if kv_dtype == DType::BF16 {
+                exact.wide().check(0.01);
+                same.wide().check(0.01);
+            }
         }
     }
 }

@@ -22,32 +22,44 @@ fn batch() -> Case {
     }
 }
 
+/// The same, such that bfloat16 are multiplied in pairs, and with drafts.
+fn pairs() -> Case {
+    let mut case = Case { query_dtype: DType::BF16, head_dim: 64, v_head_dim: 32, ..batch() };
+    case.sequences.extend([(1100, 5), (33, 14)]);
+    case
+}
+
 #[test]
 fn a_sequence_has_the_same_bits_alone_and_in_a_batch() {
-    for isa in isas() {
-        let together = batch().run(isa, pool(3));
+    for (isa, case) in isas().into_iter().flat_map(|isa| [(isa, batch()), (isa, pairs())]) {
+        let together = case.run(isa, pool(3));
         let (mut out, mut lse) = (Vec::new(), Vec::new());
-        for sequence in batch().sequences {
-            let alone = Case { sequences: vec![sequence], ..batch() }.run(isa, pool(1));
+        for &sequence in &case.sequences {
+            let alone = Case { sequences: vec![sequence], ..case.clone() }.run(isa, pool(1));
             out.extend(alone.out);
             lse.extend(alone.lse);
         }
-        assert_eq!(together.bits(), Outcome { out, lse }.bits(), "{isa}");
+        assert_eq!(together.bits(), Outcome { out, lse }.bits(), "{isa} {}", case.query_dtype);
     }
+}
+
+/// Of keys and values, and of queries: all ways through a kernel.
+fn dtypes() -> impl Iterator<Item = (DType, DType)> {
+    DType::ALL.into_iter().map(|kv| (kv, DType::F32)).chain([(DType::BF16, DType::BF16)])
 }
 
 /// Results of batches of more than one sequence were wrong on Arm: each must have the bits it has alone.
 #[test]
 fn field_c71_batches_of_any_size_have_the_bits_of_one() {
     for isa in isas() {
-        for kv_dtype in DType::ALL {
-            let case = Case { kv_dtype, group: 4, sequences: vec![(150, 1)], ..Case::default() };
+        for (kv_dtype, query_dtype) in dtypes() {
+            let case = Case { kv_dtype, query_dtype, group: 4, sequences: vec![(150, 1)], ..Case::default() };
             case.check();
             let alone = case.run(isa, pool(1));
             for size in [2, 3, 8, 17] {
                 let batch = Case { sequences: vec![(150, 1); size], ..case.clone() }.run(isa, pool(2));
                 let want = Outcome { out: alone.out.repeat(size), lse: alone.lse.repeat(size) };
-                assert_eq!(batch.bits(), want.bits(), "{isa} {kv_dtype}, batch of {size}");
+                assert_eq!(batch.bits(), want.bits(), "{isa} {kv_dtype} {query_dtype}, batch of {size}");
             }
         }
     }
@@ -56,20 +68,26 @@ fn field_c71_batches_of_any_size_have_the_bits_of_one() {
 #[test]
 fn threads_placement_page_size_and_order_change_no_bit() {
     for isa in isas() {
-        for (kv_dtype, head_dim) in [
-            (DType::BF16, 40),
-            (DType::F32, 64),
-            (DType::F16, 64),
-            (DType::I8, 64),
-            (DType::I8, 40),
-            (DType::F8E4M3, 64),
-        ] {
+        let of = |kv_dtype, head_dim| Case { kv_dtype, head_dim, ..batch() };
+        for case in [
+            of(DType::BF16, 40),
+            pairs(),
+            // Prompts in pairs, single tokens not.
+            Case { group: 1, num_kv_heads: 6, ..pairs() },
+            Case { value_in_key: true, ..pairs() },
+            of(DType::F32, 64),
+            of(DType::F16, 64),
+            of(DType::I8, 64),
             // Sums of quantised values in keys, too.
-            let value_in_key = kv_dtype == DType::I8 && head_dim == 40;
-            let case = Case { kv_dtype, head_dim, value_in_key, ..batch() };
+            Case { value_in_key: true, ..of(DType::I8, 40) },
+            of(DType::F8E4M3, 64),
+        ] {
+            let kv_dtype = case.kv_dtype;
             let want = case.run(isa, pool(1)).bits();
-            for page_size in [1, 3, 16, 128, 1000] {
-                for (threads, order) in [(1, PageOrder::Nhd), (2, PageOrder::Hnd), (3, PageOrder::Nhd)] {
+            for page_size in [1, 3, 16, 24, 32, 128, 1000] {
+                for (threads, order) in
+                    [(1, PageOrder::Nhd), (2, PageOrder::Hnd), (3, PageOrder::Nhd), (7, PageOrder::Hnd)]
+                {
                     let placement = (page_size * threads) as u64;
                     let got = Case { page_size, order, placement, ..case.clone() }.run(isa, pool(threads));
                     assert!(got.bits() == want, "{isa} {kv_dtype} page size {page_size}, {threads} threads");
@@ -116,18 +134,22 @@ proptest! {
 #[test]
 fn chunks_of_queries_change_no_bit() {
     for isa in isas() {
-        for kv_dtype in DType::ALL {
-            let case = Case { kv_dtype, group: 3, sequences: vec![(600, 130)], ..Case::default() };
+        for (kv_dtype, query_dtype) in dtypes() {
+            let case =
+                Case { kv_dtype, query_dtype, group: 3, sequences: vec![(600, 130)], ..Case::default() };
             let row = case.num_heads() * case.v_head_dim;
             let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
             let parts = [(0, 16), (60, 130), (114, 130), (50, 67)];
-            let drafts = [(100, 101), (100, 107), (113, 115), (114, 115)];
-            for (whole, parts) in [(0..130, parts), (100..115, drafts)] {
+            let drafts = [(100, 101), (100, 107), (109, 110), (113, 115), (114, 115)];
+            for (whole, parts) in [(0..130, &parts[..]), (100..115, &drafts[..])] {
                 let out = case.run_queries(isa, pool(2), whole.clone()).out;
-                for (from, to) in parts {
+                for &(from, to) in parts {
                     let part = case.run_queries(isa, pool(1), from..to).out;
                     let same = &out[(from - whole.start) * row..(to - whole.start) * row];
-                    assert!(bits(&part) == bits(same), "{isa} {kv_dtype} {from}..{to} of {whole:?}");
+                    assert!(
+                        bits(&part) == bits(same),
+                        "{isa} {kv_dtype} {query_dtype} {from}..{to} of {whole:?}"
+                    );
                 }
             }
         }

@@ -14,6 +14,7 @@ use crate::memory::{Array, Pages, Rng};
 struct Family {
     page_size: usize,
     kv_dtype: DType,
+    query_dtype: DType,
     num_kv_heads: usize,
     group: usize,
     head_dim: usize,
@@ -85,8 +86,8 @@ impl Family {
             }
             let count = cu[cu.len() - 1] as usize;
             let size = count * num_heads * head_dim;
-            let query = Array::new(&query[first * num_heads * head_dim..][..size], DType::F32);
-            let mut out = Array::new(&vec![f32::NAN; size], DType::F32);
+            let query = Array::new(&query[first * num_heads * head_dim..][..size], self.query_dtype);
+            let mut out = Array::new(&vec![f32::NAN; size], self.query_dtype);
             let mut lse = vec![f32::NAN; count * num_heads];
             let shape = [count, num_heads, head_dim];
             paged_attention(
@@ -129,6 +130,7 @@ fn family() -> Family {
     Family {
         page_size: 16,
         kv_dtype: DType::BF16,
+        query_dtype: DType::F32,
         num_kv_heads: 2,
         group: 3,
         head_dim: 64,
@@ -151,6 +153,7 @@ fn family() -> Family {
 #[test]
 fn what_sequences_have_in_common_changes_no_bit() {
     family().check();
+    Family { query_dtype: DType::BF16, ..family() }.check();
     Family { kv_dtype: DType::F32, head_dim: 40, soft_cap: 3.0, ..family() }.check();
     Family { kv_dtype: DType::I8, group: 1, ..family() }.check();
     Family { page_size: 7, causal: false, sinks: false, ..family() }.check();
@@ -169,12 +172,13 @@ proptest! {
     fn any_family_has_the_bits_of_its_members(
         page_size in prop::sample::select(vec![1, 16, 100, 512]),
         kv_dtype in prop::sample::select(DType::ALL.to_vec()),
+        query_dtype in prop::sample::select(vec![DType::F32, DType::BF16]),
         group in 1..6_usize,
         sequences in prop::collection::vec((0..2000_usize, 1..1800_usize, 0..18_usize), 1..7),
         causal: bool,
     ) {
         let fits = |(common, len, queries): (usize, usize, usize)| (common, len, queries.min(len));
         let sequences = sequences.into_iter().map(fits).collect();
-        Family { page_size, kv_dtype, group, num_kv_heads: 1, head_dim: 32, sequences, causal, ..family() }.check();
+        Family { page_size, kv_dtype, query_dtype, group, num_kv_heads: 1, head_dim: 32, sequences, causal, ..family() }.check();
     }
 }

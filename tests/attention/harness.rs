@@ -364,9 +364,18 @@ impl Case {
         (out, lse)
     }
 
+    /// Whether a sequence of so many queries has its products taken in pairs of bfloat16.
+    pub(crate) fn in_pairs(&self, isa: Isa, queries: usize) -> bool {
+        isa == Isa::Avx512Bf16
+            && [self.query_dtype, self.kv_dtype] == [DType::BF16; 2]
+            && [self.head_dim, self.v_head_dim].iter().all(|dim| dim.is_multiple_of(32))
+            && (self.group > 1 || queries >= 16)
+    }
+
     /// Largest errors of output (values lie in -1..1) and lse that are allowed: a few roundings of
-    /// the logits, whose absolute error becomes a relative one of the weights, and of the output.
-    fn tolerances(&self) -> (f64, f64) {
+    /// the logits, whose absolute error becomes a relative one of the weights, and of the output; in
+    /// pairs, of the weights to eight bits too.
+    fn tolerances(&self, in_pairs: bool) -> (f64, f64) {
         let scale = self.scale.map_or_else(|| (self.head_dim as f64).sqrt().recip(), f64::from);
         // Typical, not worst, case of the sum of head_dim products and of the largest bias.
         let root = (self.head_dim as f64).sqrt();
@@ -385,18 +394,24 @@ impl Case {
         // Eight bits of floating point in steps that a head's scale sets may lie beyond 1, where the output's
         // are twice as far apart.
         let output = if self.head_scales { 2.0 * output } else { output };
-        (rounding + output, 2.0 * rounding + 1e-7 * bias * far)
+        let weights = if in_pairs { 1.0 / 256.0 } else { 0.0 };
+        (rounding + output + weights, 2.0 * rounding + 1e-7 * bias * far)
     }
 
     /// Runs every instruction set with a few numbers of threads and compares.
     pub(crate) fn check(&self) {
         let (want_out, want_lse) = self.expected();
-        let (out_tolerance, lse_tolerance) = self.tolerances();
         for isa in isas() {
             let got = self.run(isa, pool(1 + self.seed as usize % 2));
             let row_dim = self.v_head_dim;
+            let of_sequence = |&(_, queries): &(usize, usize)| {
+                let tolerances = self.tolerances(self.in_pairs(isa, queries));
+                std::iter::repeat_n(tolerances, queries * self.num_heads())
+            };
+            let of_row: Vec<_> = self.sequences.iter().flat_map(of_sequence).collect();
             for (i, (&got, &want)) in got.out.iter().zip(&want_out).enumerate() {
                 let error = (f64::from(got) - want).abs();
+                let (out_tolerance, _) = of_row[i / row_dim];
                 assert!(
                     error <= out_tolerance,
                     "{isa}: row {}, element {}: {got}, not {want} (error {error:e}, allowed {out_tolerance:e}) in {self:?}",
@@ -408,7 +423,7 @@ impl Case {
                 let good = if want == f64::NEG_INFINITY {
                     got == f32::NEG_INFINITY
                 } else {
-                    (f64::from(got) - want).abs() <= lse_tolerance + 1.2e-7 * want.abs()
+                    (f64::from(got) - want).abs() <= of_row[row].1 + 1.2e-7 * want.abs()
                 };
                 assert!(good, "{isa}: lse of row {row}: {got}, not {want} in {self:?}");
             }

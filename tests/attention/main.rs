@@ -9,6 +9,7 @@ mod arguments;
 mod bits;
 mod bound;
 mod cascade;
+mod edges;
 mod field;
 mod harness;
 mod memory;

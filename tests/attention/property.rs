@@ -24,16 +24,25 @@ fn sequences() -> impl Strategy<Value = Vec<(usize, usize)>> {
     prop::collection::vec(one, 1..4)
 }
 
+/// Of keys and values, and of queries: also as bfloat16 is multiplied in pairs.
+fn dtypes() -> impl Strategy<Value = (DType, DType)> {
+    let any = (prop::sample::select(DType::ALL.to_vec()), prop::sample::select(DType::FLOATS.to_vec()));
+    prop_oneof![4 => any, 1 => Just((DType::BF16, DType::BF16))]
+}
+
 prop_compose! {
     pub(crate) fn cases()(
-        kv_dtype in prop::sample::select(DType::ALL.to_vec()),
-        query_dtype in prop::sample::select(DType::FLOATS.to_vec()),
+        (kv_dtype, query_dtype) in dtypes(),
         (head_scales, value_in_key) in (any::<bool>(), prop::bool::weighted(0.2)),
         (num_kv_heads, group) in prop_oneof![
             (1..4_usize, 1..5_usize),
             (Just(1_usize), 1..17_usize),
         ],
-        (head_dim, v_head_dim) in prop_oneof![dims().prop_map(|d| (d, d)), (dims(), dims())],
+        (head_dim, v_head_dim) in prop_oneof![
+            3 => dims().prop_map(|d| (d, d)),
+            3 => (dims(), dims()),
+            2 => (1..5_usize, 1..5_usize).prop_map(|(d, v)| (32 * d, 32 * v)),
+        ],
         page_size in prop_oneof![prop::sample::select(vec![1, 8, 16, 32, 64, 128, 256]), 1..257_usize],
         order in prop::sample::select(vec![PageOrder::Hnd, PageOrder::Nhd]),
         sequences in sequences(),

@@ -14,7 +14,7 @@ ALLOWED = {"float32": 1e-6, "float16": 4e-3, "bfloat16": 4e-3}
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
-@pytest.fixture(params=["scalar", "neon", "avx2", "avx512"])
+@pytest.fixture(params=["scalar", "neon", "avx2", "avx512", "avx512_bf16"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     before = paged_kv.isa()
     try:

@@ -212,6 +212,7 @@ FIGURES = [
     row("c1 float32 page 16 shared", "paged_kv", 90.0, "GB/s"),
     row("p1 float32 page 16 limit", "multiply-adds", 200.0, "GFLOP/s"),
     row("p1 float32 page 16 adjacent", "paged_kv", 150.0, "GFLOP/s"),
+    row("p1 bfloat16 page 16 limit", "bfloat16 products in pairs", 400.0, "GFLOP/s"),
     row("d2 float32 page 16 adjacent, a call", "paged_kv", 10.0, "ms"),
     row("d2 float32 contiguous, a call", "numpy (BLAS)", 20.0, "ms"),
     row("d2 float16 contiguous, a call", "ggml", 40.0, "ms"),
@@ -231,7 +232,9 @@ def test_a_case_stands_at_its_operations_per_byte() -> None:
     assert found["d2", "float32", "numpy (BLAS)"].rate == pytest.approx(26.8, abs=0.1)
     assert found["d2", "float16", "ggml"].rate == pytest.approx(13.4, abs=0.1)
     assert len(found) == 7
-    assert bench_plot.roofs(FIGURES) == {2: {"GB/s": 30.0, "GFLOP/s": 200.0}}
+    assert bench_plot.roofs(FIGURES) == {
+        2: {"GB/s": 30.0, "multiply-adds": 200.0, "bfloat16 products in pairs": 400.0}
+    }
 
 
 @pytest.mark.parametrize("name", ["roof.png", "roof.svg"])

@@ -82,18 +82,19 @@ def points(rows: Iterable[Mapping[str, Any]]) -> list[Point]:
 
 
 def roofs(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
-    """Find the limits: for each number of threads the best bandwidth and rate of multiply-adds seen.
+    """Find the limits: for each number of threads the best bandwidth and rates of arithmetic seen.
 
     Returns
     -------
     dict of int to dict
-        Threads to ``"GB/s"`` and ``"GFLOP/s"``, those that were measured.
+        Threads to ``"GB/s"`` and the names of the kinds of arithmetic, those that were measured.
     """
     best: dict[int, dict[str, float]] = {}
     for row in rows:
         if row["case"].endswith("limit"):
             of_threads = best.setdefault(row["threads"], {})
-            of_threads[row["unit"]] = max(of_threads.get(row["unit"], 0.0), row["value"])
+            limit = row["unit"] if row["unit"] == "GB/s" else row["impl"]
+            of_threads[limit] = max(of_threads.get(limit, 0.0), row["value"])
     return best
 
 
@@ -162,9 +163,10 @@ def check_format(file: Path) -> None:
 
 
 def _draw_roof(axis: Any, limit: Mapping[str, float], left: float, right: float) -> None:
-    bandwidth, peak = limit.get("GB/s"), limit.get("GFLOP/s")
+    bandwidth = limit.get("GB/s")
+    peaks = {name: rate for name, rate in limit.items() if name != "GB/s"}
     if bandwidth is not None:
-        end = right if peak is None else peak / bandwidth
+        end = max(peaks.values()) / bandwidth if peaks else right
         axis.plot([left, end], [left * bandwidth, end * bandwidth], color="black", linewidth=1.5)
         # Above the slope, where no point can lie.
         high = left**0.2 * end**0.8
@@ -175,11 +177,11 @@ def _draw_roof(axis: Any, limit: Mapping[str, float], left: float, right: float)
             textcoords="offset points",
             ha="right",
         )
-    if peak is not None:
+    for name, peak in peaks.items():
         start = left if bandwidth is None else peak / bandwidth
         axis.plot([start, right], [peak, peak], color="black", linewidth=1.5)
         axis.annotate(
-            f"multiply-adds: {peak:.0f} GFLOP/s",
+            f"{name}: {peak:.0f} GFLOP/s",
             (right / 1.1, peak),
             (0, 5),
             textcoords="offset points",

@@ -1,36 +1,54 @@
-//! AVX-512 (F, BW, DQ, VL): sixteen lanes, thirty-two registers.
+//! AVX-512 (F, BW, DQ, VL), with or without BF16: sixteen lanes, thirty-two registers.
 
 use std::arch::x86_64::{
-    __m512, _CMP_LT_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1, _mm_add_ps,
-    _mm_loadu_si128, _mm_prefetch, _mm_storeu_ps, _mm256_add_ps, _mm256_and_si256, _mm256_castps256_ps128,
+    __cpuid, __m256bh, __m256i, __m512, __m512bh, _CMP_LT_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
+    _MM_HINT_T1, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128, _mm_movehdup_ps, _mm_movehl_ps,
+    _mm_prefetch, _mm_storeu_ps, _mm256_add_ps, _mm256_and_si256, _mm256_castps256_ps128,
     _mm256_cvtepi8_epi16, _mm256_extractf128_ps, _mm256_loadu_si256, _mm256_set1_epi16, _mm256_slli_epi16,
-    _mm512_abs_ps, _mm512_add_ps, _mm512_and_ps, _mm512_and_si512, _mm512_castpd_ps, _mm512_castps_pd,
-    _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi8_epi32,
-    _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_div_ps, _mm512_extractf32x8_ps,
-    _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_blend_ps, _mm512_max_ps, _mm512_mul_ps,
-    _mm512_or_ps, _mm512_reduce_max_ps, _mm512_roundscale_ps, _mm512_scalef_ps, _mm512_set1_epi32,
-    _mm512_set1_ps, _mm512_setr_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
-    _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
+    _mm256_storeu_si256, _mm512_abs_ps, _mm512_add_ps, _mm512_and_ps, _mm512_and_si512, _mm512_castpd_ps,
+    _mm512_castps_pd, _mm512_castps_si512, _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
+    _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtneps_pbh, _mm512_cvtph_ps,
+    _mm512_div_ps, _mm512_dpbf16_ps, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
+    _mm512_loadu_si512, _mm512_mask_blend_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_or_ps,
+    _mm512_reduce_max_ps, _mm512_roundscale_ps, _mm512_scalef_ps, _mm512_set1_epi32, _mm512_set1_ps,
+    _mm512_setr_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
+    _mm512_unpackhi_epi16, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_epi16, _mm512_unpacklo_pd,
+    _mm512_unpacklo_ps, CpuidResult,
 };
+
+use std::mem::transmute;
 
 use half::{bf16, f16};
 
+use super::super::pairs::Pairs;
 use super::super::simd::{Job, MOST_LANES, Simd};
 use crate::dtype::F8E4M3;
 
-/// Proof that the CPU has AVX-512 F, BW, DQ and VL, besides what AVX2 stands for.
+/// Proof that the CPU has AVX-512 F, BW, DQ and VL, besides what AVX2 stands for, and BF16 where that
+/// is asked for.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Avx512(());
+pub(crate) struct Avx512<const BF16: bool>(());
 
-impl Avx512 {
+impl<const BF16: bool> Avx512<BF16> {
     /// Asks the CPU, and the system, which must save the registers.
     pub(crate) fn new() -> Option<Self> {
         (super::Avx2::new().is_some()
             && is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512vl"))
+            && is_x86_feature_detected!("avx512vl")
+            && (!BF16 || is_x86_feature_detected!("avx512bf16")))
         .then_some(Self(()))
+    }
+}
+
+impl Avx512<true> {
+    /// Whether products in pairs are faster than float32 multiply-adds: Intel's servers begin one in the time
+    /// of two or more multiply-adds.
+    pub(crate) fn pays() -> bool {
+        // The vendor's name lies in these three registers, in this order.
+        let CpuidResult { ebx, edx, ecx, .. } = __cpuid(0);
+        [ebx, edx, ecx].map(u32::to_le_bytes).as_flattened() != b"GenuineIntel"
     }
 }
 
@@ -46,7 +64,7 @@ macro_rules! values {
     )*};
 }
 
-impl Simd for Avx512 {
+impl<const BF16: bool> Simd for Avx512<BF16> {
     type F32 = __m512;
     const LANES: usize = 16;
     const REGISTERS: usize = 32;
@@ -54,12 +72,18 @@ impl Simd for Avx512 {
     unsafe fn call<J: Job<Self>>(self, job: J) -> J::Output {
         #[inline(never)]
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-        unsafe fn compiled<J: Job<Avx512>>(simd: Avx512, job: J) -> J::Output {
+        unsafe fn without<S, J: Job<S>>(simd: S, job: J) -> J::Output {
+            // SAFETY: the caller's promise.
+            unsafe { job.run(simd) }
+        }
+        #[inline(never)]
+        #[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+        unsafe fn with<S, J: Job<S>>(simd: S, job: J) -> J::Output {
             // SAFETY: the caller's promise.
             unsafe { job.run(simd) }
         }
         // SAFETY: `self` proves that the CPU has these features; the caller's promise for the job.
-        unsafe { compiled(self, job) }
+        unsafe { if BF16 { with(self, job) } else { without(self, job) } }
     }
 
     values! {
@@ -100,10 +124,13 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     fn sum(self, a: __m512) -> f32 {
-        let mut sums = [0.0; 4];
-        // SAFETY: four elements.
-        unsafe { self.sum_four(sums.as_mut_ptr(), [a; 4]) }
-        sums[0]
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe {
+            let eight = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a));
+            let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+        }
     }
 
     #[inline(always)]
@@ -171,18 +198,36 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn sum_four(self, to: *mut f32, [a, b, c, d]: [__m512; 4]) {
+    unsafe fn sum_four(self, to: *mut f32, four: [__m512; 4]) {
         // SAFETY: the caller's promise; `self` proves the CPU features.
         unsafe {
-            // In each quarter of a vector: a0+a2 b0+b2 a1+a3 b1+b3, then a b c d.
-            let ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
-            let cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
-            let low = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
-            let quarters = _mm512_add_ps(low, _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+            let quarters = sums_of_quarters(four);
             let halves =
                 _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps::<1>(quarters));
             let sums = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves));
             _mm_storeu_ps(to, sums);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn sum_sixteen(self, to: *mut f32, a: [__m512; 16]) {
+        // SAFETY: the caller's promise; `self` proves the CPU features.
+        unsafe {
+            let [q0, q1, q2, q3] = [
+                sums_of_quarters([a[0], a[1], a[2], a[3]]),
+                sums_of_quarters([a[4], a[5], a[6], a[7]]),
+                sums_of_quarters([a[8], a[9], a[10], a[11]]),
+                sums_of_quarters([a[12], a[13], a[14], a[15]]),
+            ];
+            // Quarters 0 + 2 and 1 + 3 of two, then both together.
+            let halves =
+                |a, b| _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xEE>(a, b));
+            let (low, high) = (halves(q0, q1), halves(q2, q3));
+            let sums = _mm512_add_ps(
+                _mm512_shuffle_f32x4::<0x88>(low, high),
+                _mm512_shuffle_f32x4::<0xDD>(low, high),
+            );
+            _mm512_storeu_ps(to, sums);
         }
     }
 
@@ -220,5 +265,57 @@ impl Simd for Avx512 {
         // Into the second level: the first holds the tile at work.
         // SAFETY: a prefetch of any address is allowed.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+    }
+}
+
+/// In each quarter of a vector, the sums of that quarter of four vectors.
+///
+/// # Safety
+/// - The CPU has AVX-512 F.
+#[inline(always)]
+unsafe fn sums_of_quarters([a, b, c, d]: [__m512; 4]) -> __m512 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        // a0+a2 b0+b2 a1+a3 b1+b3, then a b c d.
+        let ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+        let cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+        let low = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+        _mm512_add_ps(low, _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)))
+    }
+}
+
+impl Pairs for Avx512<true> {
+    #[inline(always)]
+    fn dot(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: `self` proves that the CPU has the features; the types only name what bits are for.
+        unsafe { _mm512_dpbf16_ps(c, transmute::<__m512, __m512bh>(a), transmute::<__m512, __m512bh>(b)) }
+    }
+
+    #[inline(always)]
+    fn zip(self, a: __m512, b: __m512) -> [__m512; 2] {
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe {
+            let (a, b) = (_mm512_castps_si512(a), _mm512_castps_si512(b));
+            [
+                _mm512_castsi512_ps(_mm512_unpacklo_epi16(a, b)),
+                _mm512_castsi512_ps(_mm512_unpackhi_epi16(a, b)),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    fn only(self, words: __m512, which: usize) -> __m512 {
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe {
+            let mask = _mm512_set1_epi32(0xFFFF << (16 * which));
+            _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words), mask))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut bf16, a: __m512) {
+        // SAFETY: the caller's promise; `self` proves the CPU features; the types only name what bits
+        // are for.
+        unsafe { _mm256_storeu_si256(to.cast(), transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(a))) }
     }
 }

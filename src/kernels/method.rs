@@ -1,0 +1,126 @@
+//! How queries meet keys, and weights values.
+
+use std::marker::PhantomData;
+
+use half::bf16;
+
+use super::gather::Gather;
+use super::gather_pairs::TwoByTwo;
+use super::pack::{Widen, Zip};
+use super::pairs::Pairs;
+use super::simd::{Simd, Stored};
+use super::tokens::Tokens;
+use crate::dtype::Element;
+
+/// Rows that go through a packed tile together, at most.
+pub(super) const PACKED_ROWS: usize = 6;
+
+/// What attention multiplies by what.
+pub(super) trait Method<S: Simd> {
+    /// What pages hold.
+    type Element: Element;
+    /// As what vectors load it.
+    type Word: Stored;
+    /// The same where words were made ready in a buffer.
+    type Prepared: Method<S, Word = f32>;
+    /// Elements in a word.
+    const PER_WORD: usize;
+    /// Rows of queries that go through a tile together, at most: 6, or 8 where registers allow.
+    const ROWS: usize;
+
+    /// `c` plus the products of the elements of `a`'s words and of `b`'s.
+    fn multiply_add(simd: S, a: S::F32, b: S::F32, c: S::F32) -> S::F32;
+    /// Of two tokens in a word of values, number `which`, and 0 in place of the other.
+    fn only(simd: S, words: S::F32, which: usize) -> S::F32;
+    /// Packs as many of a tile's values as `into` has room for: `[tokens / PER_WORD, dim rounded up to whole
+    /// vectors]`, words of as many tokens as weights share; padding stays as it is.
+    ///
+    /// # Safety
+    /// - All tokens of the tile are valid for reads of `dim` elements.
+    unsafe fn pack_values(simd: S, tokens: Tokens<Self::Word>, dim: usize, into: &mut [f32]);
+    /// Adds weighted values that lie anywhere.
+    ///
+    /// # Safety
+    /// - What [`Gather`] asks for; weights are those that [`store_weights`](Self::store_weights) stored.
+    unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<Self::Word, R, N>);
+    /// Stores the weights of tokens `i..i + LANES` of a row, of which there are at most as many as that
+    /// row has floats: two in a word where a word holds two.
+    ///
+    /// # Safety
+    /// - `row` is valid for writes of `i + LANES` floats.
+    unsafe fn store_weights(simd: S, row: *mut f32, i: usize, weights: S::F32);
+}
+
+/// Each element becomes a float32.
+pub(super) struct Widened<T>(PhantomData<T>);
+
+impl<S: Simd, T: Stored> Method<S> for Widened<T> {
+    type Element = T;
+    type Word = T;
+    type Prepared = Widened<f32>;
+    const PER_WORD: usize = 1;
+    const ROWS: usize = PACKED_ROWS;
+
+    #[inline(always)]
+    fn multiply_add(simd: S, a: S::F32, b: S::F32, c: S::F32) -> S::F32 {
+        simd.mul_add(a, b, c)
+    }
+
+    #[inline(always)]
+    fn only(_: S, words: S::F32, _: usize) -> S::F32 {
+        words
+    }
+
+    unsafe fn pack_values(simd: S, tokens: Tokens<T>, dim: usize, into: &mut [f32]) {
+        // SAFETY: the caller's promise.
+        unsafe { simd.call(Widen { tokens, dim, into }) }
+    }
+
+    unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<T, R, N>) {
+        // SAFETY: the caller's promise.
+        unsafe { simd.call(job) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_weights(simd: S, row: *mut f32, i: usize, weights: S::F32) {
+        // SAFETY: the caller's promise.
+        unsafe { simd.store(row.add(i), weights) }
+    }
+}
+
+/// Queries, keys and values are bfloat16, and so are weights: products are exact, and added two by two.
+pub(super) struct Paired;
+
+impl<S: Pairs> Method<S> for Paired {
+    type Element = bf16;
+    type Word = f32;
+    type Prepared = Self;
+    const PER_WORD: usize = 2;
+    const ROWS: usize = 8;
+
+    #[inline(always)]
+    fn multiply_add(simd: S, a: S::F32, b: S::F32, c: S::F32) -> S::F32 {
+        simd.dot(a, b, c)
+    }
+
+    #[inline(always)]
+    fn only(simd: S, words: S::F32, which: usize) -> S::F32 {
+        simd.only(words, which)
+    }
+
+    unsafe fn pack_values(simd: S, tokens: Tokens<f32>, dim: usize, into: &mut [f32]) {
+        // SAFETY: the caller's promise.
+        unsafe { simd.call(Zip { tokens, dim, into }) }
+    }
+
+    unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<f32, R, N>) {
+        // SAFETY: the caller's promise.
+        unsafe { simd.call(TwoByTwo(job)) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_weights(simd: S, row: *mut f32, i: usize, weights: S::F32) {
+        // SAFETY: half of what the caller promises.
+        unsafe { simd.store_bf16(row.cast::<bf16>().add(i), weights) }
+    }
+}

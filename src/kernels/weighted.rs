@@ -1,0 +1,110 @@
+//! Weights against a packed tile of values: for many rows, which is what prefill has.
+
+#![expect(clippy::needless_range_loop, reason = "zip stays a call where a profile has no LTO at all")]
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use super::method::Method;
+use super::simd::{Job, Simd};
+use super::tokens::TILE;
+
+/// `acc[r][c] += Σ weights[r][k] · values[k][c]` for `R` rows, all columns and the tokens `seen`, in
+/// ascending order whatever `R`.
+///
+/// # Safety (of running it)
+/// - `weights` is valid for reads of `R` tiles, `values` of a tile of `dim` columns, `acc` for reads and
+///   writes of `R` rows of `dim`, a multiple of `LANES`.
+/// - `seen` lies in the tile. The weight of a token that is not of it, but in a word with one that is,
+///   is finite.
+pub(super) struct Weighted<M, const R: usize> {
+    /// `[R, TILE]`, as the method stores them.
+    pub(super) weights: *const f32,
+    /// `[TILE / tokens of a word, dim]`, as the method packs them.
+    pub(super) values: *const f32,
+    pub(super) seen: Range<usize>,
+    pub(super) dim: usize,
+    /// `[R, dim]`.
+    pub(super) acc: *mut f32,
+    pub(super) method: PhantomData<M>,
+}
+
+impl<S: Simd, M: Method<S>, const R: usize> Job<S> for Weighted<M, R> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run(self, simd: S) {
+        let vectors = self.dim / S::LANES;
+        // As many sums as registers hold beside weights and values, and none waits for its last addition.
+        let most = match R {
+            1 => 8,
+            2 | 3 => S::REGISTERS / 4,
+            _ => S::REGISTERS / 8,
+        };
+        let mut vector = 0;
+        while vector < vectors {
+            let mut columns = most;
+            while columns > vectors - vector {
+                columns /= 2;
+            }
+            // SAFETY: the caller's promise; columns stay below `dim`.
+            unsafe {
+                match columns {
+                    1 => self.columns::<S, 1>(simd, vector * S::LANES),
+                    2 => self.columns::<S, 2>(simd, vector * S::LANES),
+                    4 => self.columns::<S, 4>(simd, vector * S::LANES),
+                    _ => self.columns::<S, 8>(simd, vector * S::LANES),
+                }
+            }
+            vector += columns;
+        }
+    }
+}
+
+impl<M, const R: usize> Weighted<M, R> {
+    /// `C` vectors of columns.
+    ///
+    /// # Safety
+    /// - As for the job; `column + C * LANES <= dim`.
+    #[inline(always)]
+    unsafe fn columns<S: Simd, const C: usize>(&self, simd: S, column: usize)
+    where
+        M: Method<S>,
+    {
+        let Range { start, end } = self.seen;
+        let mut sums = [[simd.splat(0.0); C]; R];
+        for (r, sums) in sums.iter_mut().enumerate() {
+            for (c, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: the caller's promise for `acc`.
+                *sum = unsafe { simd.load(self.acc.add(r * self.dim + column + c * S::LANES)) };
+            }
+        }
+        for word in start / M::PER_WORD..end.div_ceil(M::PER_WORD) {
+            let mut v = [simd.splat(0.0); C];
+            for c in 0..C {
+                // SAFETY: the caller's promise for `values`.
+                v[c] = unsafe { simd.load(self.values.add(word * self.dim + column + c * S::LANES)) };
+            }
+            let tokens = word * M::PER_WORD..(word + 1) * M::PER_WORD;
+            if M::PER_WORD > 1 && (tokens.start < start || tokens.end > end) {
+                // What is not seen may be no number.
+                for v in &mut v {
+                    *v = M::only(simd, *v, start.max(tokens.start) - tokens.start);
+                }
+            }
+            for r in 0..R {
+                // SAFETY: the caller's promise for `weights`.
+                let weight = simd.splat(unsafe { *self.weights.add(r * TILE + word) });
+                for c in 0..C {
+                    sums[r][c] = M::multiply_add(simd, weight, v[c], sums[r][c]);
+                }
+            }
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            for (c, &sum) in sums.iter().enumerate() {
+                // SAFETY: the caller's promise for `acc`.
+                unsafe { simd.store(self.acc.add(r * self.dim + column + c * S::LANES), sum) }
+            }
+        }
+    }
+}
