@@ -129,6 +129,7 @@ pub(super) fn attend<S: Simd>(simd: S, call: &Call, block: &Block, splits: Range
 ///
 /// # Panics
 /// As [`attend`].
+#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "no set of other CPUs has pairs yet"))]
 pub(super) fn attend_in_pairs<S: Pairs>(simd: S, call: &Call, block: &Block, splits: Range<usize>) -> State {
     let (k, v) = (call.key_pages.layout(), call.value_pages.layout());
     let whole = |dim: usize| dim.is_multiple_of(2 * S::LANES);
