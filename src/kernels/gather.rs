@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use super::columns::{Columns, at_once, load_rows, store_rows};
 use super::simd::{Job, Simd, Stored, load};
 use super::tokens::{CACHE_LINE, Next, Tokens, prefetch};
 
@@ -11,8 +12,8 @@ use super::tokens::{CACHE_LINE, Next, Tokens, prefetch};
 /// some in a tile, in ascending order whatever `R`; columns are parted as `T` is.
 ///
 /// # Safety (of running it)
-/// - `weights` is valid for reads of the weights of `seen` in each of `R` rows, a tile apart, `acc` for reads and writes of `R` rows of `dim`, a
-///   multiple of `LANES`.
+/// - `weights` is valid for reads of the weights of `seen` in each of `R` rows, a tile apart; `acc` for
+///   reads and writes of `R` rows of `dim`, a multiple of `LANES`.
 /// - The values of `seen` are valid for reads of `dim` elements.
 pub(super) struct Gather<'a, T, const R: usize, const N: usize> {
     /// `R` rows of a tile of `N`.
@@ -31,50 +32,23 @@ impl<S: Simd, T: Stored, const R: usize, const N: usize> Job<S> for Gather<'_, T
 
     #[inline(always)]
     unsafe fn run(self, simd: S) {
-        let vectors = self.dim / S::LANES;
-        // As many sums as registers hold beside weights and values, and none waits for its last addition.
-        let most = match R {
-            1 => 8,
-            2 | 3 => S::REGISTERS / 4,
-            _ => S::REGISTERS / 8,
-        };
-        let mut vector = 0;
-        while vector < vectors {
-            let mut columns = most;
-            while columns > vectors - vector {
-                columns /= 2;
-            }
-            // SAFETY: the caller's promise; columns stay below `dim`.
-            unsafe {
-                match columns {
-                    1 => self.columns::<S, 1>(simd, vector * S::LANES),
-                    2 => self.columns::<S, 2>(simd, vector * S::LANES),
-                    4 => self.columns::<S, 4>(simd, vector * S::LANES),
-                    _ => self.columns::<S, 8>(simd, vector * S::LANES),
-                }
-            }
-            vector += columns;
-        }
+        // SAFETY: the caller's promise; these are the vectors of `dim`.
+        unsafe { self.each(simd, 0..self.dim / S::LANES) }
     }
 }
 
-impl<T: Stored, const R: usize, const N: usize> Gather<'_, T, R, N> {
-    /// `C` vectors of columns: an even number from an even one on, or the last of an odd number.
-    ///
-    /// # Safety
-    /// - As for the job; `column + C * LANES <= dim`.
+impl<S: Simd, T: Stored, const R: usize, const N: usize> Columns<S> for Gather<'_, T, R, N> {
+    const MOST: usize = at_once::<S>(R);
+
     #[inline(always)]
-    unsafe fn columns<S: Simd, const C: usize>(&self, simd: S, column: usize) {
-        let mut sums = [[simd.splat(0.0); C]; R];
-        for (r, sums) in sums.iter_mut().enumerate() {
-            for (c, sum) in sums.iter_mut().enumerate() {
-                // SAFETY: the caller's promise for `acc`.
-                *sum = unsafe { simd.load(self.acc.add(r * self.dim + column + c * S::LANES)) };
-            }
-        }
+    unsafe fn columns<const C: usize>(&self, simd: S, first: usize) {
+        let column = first * S::LANES;
+        let acc = self.acc.wrapping_add(column);
+        // SAFETY: the caller's promise for `acc`.
+        let mut sums = unsafe { load_rows::<S, R, C>(simd, acc, self.dim) };
         // Groups of rows that pass by take turns with the lines.
         let next = self.next.as_ref().and_then(|next| next.at(column * size_of::<T>(), CACHE_LINE));
-        for token in self.seen.start..self.seen.end {
+        for token in self.seen.clone() {
             if let Some(next) = next {
                 prefetch::<S, T, C>(simd, next.at(token), column * size_of::<T>());
             }
@@ -108,14 +82,12 @@ impl<T: Stored, const R: usize, const N: usize> Gather<'_, T, R, N> {
                 }
             }
         }
-        for (r, sums) in sums.iter().enumerate() {
-            for (c, &sum) in sums.iter().enumerate() {
-                // SAFETY: the caller's promise for `acc`.
-                unsafe { simd.store(self.acc.add(r * self.dim + column + c * S::LANES), sum) }
-            }
-        }
+        // SAFETY: the caller's promise for `acc`.
+        unsafe { store_rows(simd, sums, acc, self.dim) }
     }
+}
 
+impl<T, const R: usize, const N: usize> Gather<'_, T, R, N> {
     /// A row's weight for a token, in all lanes.
     ///
     /// # Safety

@@ -1,9 +1,10 @@
 //! The machine's limits as loops stripped of everything else: what attention is measured beside.
 
+use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::isa::{Isa, Level, dispatch};
-use super::pairs::Pairs;
+use super::isa::{Isa, dispatch};
+use super::method::{Method, Widened};
 use super::simd::{Job, Simd};
 use crate::error::Result;
 use crate::storage::PagesView;
@@ -37,7 +38,7 @@ pub fn read_pages(pages: &PagesView, range: Range<usize>) -> Result<f32> {
 pub fn multiply_add(times: usize) -> Result<u64> {
     let level = Isa::current()?.level()?;
     // SAFETY: it asks for nothing.
-    Ok(dispatch!(level, simd => unsafe { simd.call(MultiplyAdd { times }) }))
+    Ok(dispatch!(level, simd => unsafe { simd.call(floats(times)) }))
 }
 
 /// Multiplies bfloat16 and adds the products in pairs, in registers, `times` over; returns the floating
@@ -48,8 +49,13 @@ pub fn multiply_add(times: usize) -> Result<u64> {
 pub fn multiply_add_pairs(times: usize) -> Result<Option<u64>> {
     match Isa::current()?.level()? {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: it asks for nothing.
-        Level::Avx512Bf16(simd) => Ok(Some(unsafe { simd.call(MultiplyAddPairs { times }) })),
+        super::isa::Level::Avx512Bf16(simd) => {
+            // Twice 0.5.
+            let word = f32::from_bits(0x3F00_3F00);
+            let job = MultiplyAdd::<super::method::Paired> { times, word, method: PhantomData };
+            // SAFETY: it asks for nothing.
+            Ok(Some(unsafe { simd.call(job) }))
+        }
         _ => Ok(None),
     }
 }
@@ -94,57 +100,43 @@ impl<S: Simd> Job<S> for Read {
     }
 }
 
-/// As many sums as hide an addition's latency, in registers.
-const SUMS: usize = 12;
-
-struct MultiplyAdd {
+/// Multiplies and adds as a method does, `times` over; returns the floating point operations done.
+struct MultiplyAdd<M> {
     times: usize,
+    /// A word of the method, and what it is multiplied by.
+    word: f32,
+    method: PhantomData<M>,
 }
 
-impl<S: Simd> Job<S> for MultiplyAdd {
+impl<S: Simd, M: Method<S>> Job<S> for MultiplyAdd<M> {
     type Output = u64;
 
     #[inline(always)]
     unsafe fn run(self, simd: S) -> u64 {
-        let factor = simd.splat(std::hint::black_box(0.5));
+        // As many sums as hide an addition's latency, in registers.
+        const SUMS: usize = 12;
+        let factor = simd.splat(std::hint::black_box(self.word));
         let mut sums = [simd.splat(1.0); SUMS];
         for _ in 0..self.times {
             for sum in &mut sums {
-                *sum = simd.mul_add(*sum, factor, factor);
+                *sum = M::multiply_add(simd, factor, factor, *sum);
             }
         }
         std::hint::black_box(sums.into_iter().map(|sum| simd.max_lane(sum)).fold(0.0, f32::max));
-        (self.times * SUMS * S::LANES * 2) as u64
+        (self.times * SUMS * S::LANES * M::PER_WORD * 2) as u64
     }
 }
 
-struct MultiplyAddPairs {
-    times: usize,
-}
-
-impl<S: Pairs> Job<S> for MultiplyAddPairs {
-    type Output = u64;
-
-    #[inline(always)]
-    unsafe fn run(self, simd: S) -> u64 {
-        // Twice 0.5.
-        let factor = simd.splat(f32::from_bits(std::hint::black_box(0x3F00_3F00)));
-        let mut sums = [simd.splat(1.0); SUMS];
-        for _ in 0..self.times {
-            for sum in &mut sums {
-                *sum = simd.dot(factor, factor, *sum);
-            }
-        }
-        std::hint::black_box(sums.into_iter().map(|sum| simd.max_lane(sum)).fold(0.0, f32::max));
-        (self.times * SUMS * S::LANES * 4) as u64
-    }
+/// Of float32.
+fn floats(times: usize) -> MultiplyAdd<Widened<f32>> {
+    MultiplyAdd { times, word: 0.5, method: PhantomData }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::isa::{dispatch, tested};
     use super::super::simd::Simd;
-    use super::{MultiplyAdd, Read, multiply_add, multiply_add_pairs};
+    use super::{Read, floats, multiply_add, multiply_add_pairs};
 
     #[test]
     fn a_read_sees_every_element() {
@@ -160,7 +152,7 @@ mod tests {
                 }
             }
             // SAFETY: it asks for nothing.
-            let done = dispatch!(level, simd => unsafe { simd.call(MultiplyAdd { times: 3 }) });
+            let done = dispatch!(level, simd => unsafe { simd.call(floats(3)) });
             assert_eq!(done % 72, 0, "{level:?}");
         }
     }

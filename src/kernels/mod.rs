@@ -9,6 +9,7 @@
 #[cfg(target_arch = "aarch64")]
 mod aarch64;
 mod bound;
+mod columns;
 mod flash;
 mod gather;
 mod gather_pairs;

@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use super::flash::{Block, Call, SPLIT};
 use super::method::{Method, PACKED_ROWS};
-use super::places::{PairOfScales, Places};
+use super::places::Places;
 use super::prepared::Prepared;
 use super::query;
-use super::scales::TileScales;
+use super::scales::{PairOfScales, TileScales};
 use super::scratch::Scratch;
 use super::simd::{Simd, Stored};
 use super::state::{Order, State};

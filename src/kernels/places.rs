@@ -4,8 +4,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::flash::{Block, Call, SPLIT};
-use super::scales::{Scales, TileScales};
-use super::simd::{Simd, Stored};
+use super::scales::PairOfScales;
 use super::tokens::{TILE, Tokens};
 use crate::storage::PagesView;
 
@@ -17,37 +16,6 @@ pub(super) struct Places<'a> {
     /// Byte offsets of their tokens from the first page's.
     key_offsets: [usize; SPLIT],
     value_offsets: [usize; SPLIT],
-}
-
-/// The scales of quantised keys and values.
-pub(super) struct PairOfScales(Option<Box<[Scales; 2]>>);
-
-impl PairOfScales {
-    /// None if the type needs none.
-    pub(super) fn new<T: Stored>(call: &Call) -> Self {
-        Self(Scales::pair::<T>(&call.key_pages, &call.value_pages))
-    }
-
-    /// Brings those of a tile's tokens in one head, and asks for those of the next.
-    pub(super) fn of<S: Simd>(
-        &mut self,
-        simd: S,
-        (tokens, kv_head): (Range<usize>, usize),
-        next: Option<&(Range<usize>, usize)>,
-    ) -> Option<TileScales<'_>> {
-        let [key, value] = &mut **self.0.as_mut()?;
-        for scales in [&mut *key, &mut *value] {
-            if let Some((tokens, kv_head)) = next {
-                scales.prefetch(simd, *kv_head, tokens.clone());
-            }
-            scales.take(kv_head, tokens.clone());
-        }
-        Some(TileScales { key: &key.tile, value: &value.tile })
-    }
-
-    fn each(&mut self) -> impl Iterator<Item = &mut Scales> {
-        self.0.iter_mut().flat_map(|scales| scales.iter_mut())
-    }
 }
 
 impl<'a> Places<'a> {

@@ -5,6 +5,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use super::columns::{Columns, store_rows};
 use super::method::Method;
 use super::simd::{Job, Simd};
 use super::tokens::TILE;
@@ -33,38 +34,18 @@ impl<S: Simd, M: Method<S>, const R: usize> Job<S> for Product<M, R> {
 
     #[inline(always)]
     unsafe fn run(self, simd: S) {
-        let end = self.seen.end.div_ceil(S::LANES);
-        // As many sums as registers hold beside keys and a query.
-        let most = S::REGISTERS / 8;
-        let mut vector = self.seen.start / S::LANES;
-        while vector < end {
-            let mut columns = most;
-            while columns > end - vector {
-                columns /= 2;
-            }
-            // SAFETY: the caller's promise; columns stay below TILE, a multiple of LANES.
-            unsafe {
-                match columns {
-                    1 => self.columns::<S, 1>(simd, vector * S::LANES),
-                    2 => self.columns::<S, 2>(simd, vector * S::LANES),
-                    _ => self.columns::<S, 4>(simd, vector * S::LANES),
-                }
-            }
-            vector += columns;
-        }
+        // SAFETY: the caller's promise; these vectors of keys lie in the tile, a multiple of LANES.
+        unsafe { self.each(simd, self.seen.start / S::LANES..self.seen.end.div_ceil(S::LANES)) }
     }
 }
 
-impl<M, const R: usize> Product<M, R> {
-    /// `C` vectors of keys.
-    ///
-    /// # Safety
-    /// - As for the job; `first + C * LANES <= TILE`.
+impl<S: Simd, M: Method<S>, const R: usize> Columns<S> for Product<M, R> {
+    // As many sums as registers hold beside keys and a query.
+    const MOST: usize = S::REGISTERS / 8;
+
     #[inline(always)]
-    unsafe fn columns<S: Simd, const C: usize>(&self, simd: S, first: usize)
-    where
-        M: Method<S>,
-    {
+    unsafe fn columns<const C: usize>(&self, simd: S, first: usize) {
+        let first = first * S::LANES;
         // SAFETY: the caller's promise; no sum goes beyond `words`.
         let mut sums = unsafe { self.sums::<S, C>(simd, first, 0..self.words.min(S::TERMS)) };
         let mut d = S::TERMS;
@@ -78,14 +59,12 @@ impl<M, const R: usize> Product<M, R> {
             }
             d += S::TERMS;
         }
-        for (r, sums) in sums.iter().enumerate() {
-            for (c, &sum) in sums.iter().enumerate() {
-                // SAFETY: the caller's promise for `scores`.
-                unsafe { simd.store(self.scores.add(r * TILE + first + c * S::LANES), sum) }
-            }
-        }
+        // SAFETY: the caller's promise for `scores`.
+        unsafe { store_rows(simd, sums, self.scores.add(first), TILE) }
     }
+}
 
+impl<M, const R: usize> Product<M, R> {
     /// The sums over some `d` of each row for `C` vectors of keys.
     ///
     /// # Safety

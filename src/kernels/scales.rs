@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::flash::SPLIT;
+use super::flash::{Call, SPLIT};
 use super::simd::{Simd, Stored};
 use super::tokens::TILE;
 use crate::layout::PagesLayout;
@@ -31,24 +31,53 @@ pub(super) struct Scales {
     /// Whether those of so many tokens lie one behind the other.
     together: [bool; SPLIT / TOGETHER],
     /// Those of one tile and head.
-    pub(super) tile: [f32; TILE],
+    tile: [f32; TILE],
 }
 
-impl Scales {
-    /// Of keys and of values, if their type has scales.
+/// The scales of quantised keys and values.
+pub(super) struct PairOfScales(Option<Box<[Scales; 2]>>);
+
+impl PairOfScales {
+    /// None if the type needs none.
     ///
     /// # Panics
     /// If scales are not of the pages' shape.
-    pub(super) fn pair<T: Stored>(key_pages: &PagesView, value_pages: &PagesView) -> Option<Box<[Self; 2]>> {
-        let of = |pages: &PagesView| {
-            let (scales, pages) = (pages.scales()?, pages.layout());
-            let shape = |l: &PagesLayout| (l.num_pages, l.num_heads, l.page_size);
-            assert!(shape(&scales.layout) == shape(pages), "one scale per token and head");
-            let (base, layout) = (scales.base.cast_const().cast(), scales.layout);
-            let (offsets, together) = ([0; SPLIT], [false; SPLIT / TOGETHER]);
-            Some(Self { base, layout, unit: T::UNIT, offsets, together, tile: [0.0; TILE] })
-        };
-        Some(Box::new([of(key_pages)?, of(value_pages)?]))
+    pub(super) fn new<T: Stored>(call: &Call) -> Self {
+        let of = |pages| Scales::of::<T>(pages);
+        Self(of(&call.key_pages).zip(of(&call.value_pages)).map(|(key, value)| Box::new([key, value])))
+    }
+
+    /// Brings those of a tile's tokens in one head, and asks for those of the next.
+    pub(super) fn of<S: Simd>(
+        &mut self,
+        simd: S,
+        (tokens, kv_head): (Range<usize>, usize),
+        next: Option<&(Range<usize>, usize)>,
+    ) -> Option<TileScales<'_>> {
+        let [key, value] = &mut **self.0.as_mut()?;
+        for scales in [&mut *key, &mut *value] {
+            if let Some((tokens, kv_head)) = next {
+                scales.prefetch(simd, *kv_head, tokens.clone());
+            }
+            scales.take(kv_head, tokens.clone());
+        }
+        Some(TileScales { key: &key.tile, value: &value.tile })
+    }
+
+    /// Those of keys and those of values.
+    pub(super) fn each(&mut self) -> impl Iterator<Item = &mut Scales> {
+        self.0.iter_mut().flat_map(|scales| scales.iter_mut())
+    }
+}
+
+impl Scales {
+    fn of<T: Stored>(pages: &PagesView) -> Option<Self> {
+        let (scales, pages) = (pages.scales()?, pages.layout());
+        let shape = |l: &PagesLayout| (l.num_pages, l.num_heads, l.page_size);
+        assert!(shape(&scales.layout) == shape(pages), "one scale per token and head");
+        let (base, layout) = (scales.base.cast_const().cast(), scales.layout);
+        let (offsets, together) = ([0; SPLIT], [false; SPLIT / TOGETHER]);
+        Some(Self { base, layout, unit: T::UNIT, offsets, together, tile: [0.0; TILE] })
     }
 
     /// Notes where the scales of `run` tokens from `slot` of a page on lie, for the places from

@@ -42,6 +42,7 @@ impl<const N: usize> Row<'_, N> {
     pub(super) fn weigh<S: Simd, M: Method<S>>(mut self, simd: S) {
         let Logit { scale, soft_cap, slope, .. } = self.logit;
         let whole = self.seen.start == 0 && self.seen.end == N;
+        let mut sum = simd.splat(0.0);
         // The most frequent case by far without a branch per vector: there are few multiply-adds to hide
         // them behind.
         if whole && soft_cap == 0.0 && slope == 0.0 && self.scales.is_none() {
@@ -52,36 +53,29 @@ impl<const N: usize> Row<'_, N> {
                 max = simd.max(simd.mul(unsafe { simd.load(self.scores.as_ptr().add(i)) }, scale), max);
             }
             let reference = self.reference(simd, max);
-            let mut sum = simd.splat(0.0);
-            // As many at once as registers hold beside constants, or as there are.
-            // SAFETY: a whole tile of vectors, whose number all of these divide.
+            // As many at once as registers hold beside constants.
+            // SAFETY: a whole tile of vectors, whose number both divide.
             unsafe {
-                match (N / S::LANES).min(S::REGISTERS / 8) {
-                    1 => sum = self.weights::<S, M, 1>(simd, 0, scale, reference, sum),
-                    2 | 3 => {
-                        for i in (0..N).step_by(2 * S::LANES) {
-                            sum = self.weights::<S, M, 2>(simd, i, scale, reference, sum);
-                        }
+                if S::REGISTERS >= 32 {
+                    for i in (0..N).step_by(4 * S::LANES) {
+                        sum = self.weights::<S, M, 4>(simd, i, scale, reference, sum);
                     }
-                    _ => {
-                        for i in (0..N).step_by(4 * S::LANES) {
-                            sum = self.weights::<S, M, 4>(simd, i, scale, reference, sum);
-                        }
+                } else {
+                    for i in (0..N).step_by(2 * S::LANES) {
+                        sum = self.weights::<S, M, 2>(simd, i, scale, reference, sum);
                     }
                 }
             }
-            *self.sum += simd.sum(sum);
         } else {
-            let vectors = (self.seen.start / S::LANES * S::LANES..self.seen.end.min(N)).step_by(S::LANES);
+            let vectors = (self.seen.start / S::LANES * S::LANES..self.seen.end).step_by(S::LANES);
             let max = self.logits(simd, vectors.clone(), whole);
             let reference = self.reference(simd, max);
-            let (one, mut sum) = (simd.splat(1.0), simd.splat(0.0));
             for i in vectors {
                 // SAFETY: as above.
-                sum = unsafe { self.weights::<S, M, 1>(simd, i, one, reference, sum) };
+                sum = unsafe { self.weights::<S, M, 1>(simd, i, simd.splat(1.0), reference, sum) };
             }
-            *self.sum += simd.sum(sum);
         }
+        *self.sum += simd.sum(sum);
     }
 
     /// Turns some vectors of dot products into logits; returns the largest of each lane.

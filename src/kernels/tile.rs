@@ -278,14 +278,13 @@ impl<S: Simd, M: Method<S>, const N: usize> Job<S> for Weigh<'_, '_, S, M, N> {
     unsafe fn run(self, simd: S) {
         let Self(tile, _) = self;
         let (dim, group) = (tile.value_dim, tile.call.group());
-        let (tiles, _) = tile.scores.as_chunks_mut::<N>();
         for query in 0..tile.max.len() / group {
-            let position = tile.block.position + query as i64;
-            let seen = tile.call.mask.seen_in(position, tile.block.len, tile.start, N);
+            let seen = tile.seen(query * group);
             if seen.is_empty() {
                 continue;
             }
-            let distance = (tile.start as i64 - position) as f32;
+            let distance = (tile.start as i64 - tile.block.position - query as i64) as f32;
+            let (tiles, _) = tile.scores.as_chunks_mut::<N>();
             for head in 0..group {
                 let row = query * group + head;
                 let row = Row {

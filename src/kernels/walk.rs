@@ -3,7 +3,8 @@
 
 use super::method::Method;
 use super::pass::Rows;
-use super::places::{PairOfScales, Places};
+use super::places::Places;
+use super::scales::PairOfScales;
 use super::simd::Simd;
 use super::tile::{Keys, Values};
 use super::tokens::{SHORT_TILE, Tokens};

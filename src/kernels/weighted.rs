@@ -5,6 +5,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use super::columns::{Columns, at_once, load_rows, store_rows};
 use super::method::Method;
 use super::simd::{Job, Simd};
 use super::tokens::TILE;
@@ -34,51 +35,21 @@ impl<S: Simd, M: Method<S>, const R: usize> Job<S> for Weighted<M, R> {
 
     #[inline(always)]
     unsafe fn run(self, simd: S) {
-        let vectors = self.dim / S::LANES;
-        // As many sums as registers hold beside weights and values, and none waits for its last addition.
-        let most = match R {
-            1 => 8,
-            2 | 3 => S::REGISTERS / 4,
-            _ => S::REGISTERS / 8,
-        };
-        let mut vector = 0;
-        while vector < vectors {
-            let mut columns = most;
-            while columns > vectors - vector {
-                columns /= 2;
-            }
-            // SAFETY: the caller's promise; columns stay below `dim`.
-            unsafe {
-                match columns {
-                    1 => self.columns::<S, 1>(simd, vector * S::LANES),
-                    2 => self.columns::<S, 2>(simd, vector * S::LANES),
-                    4 => self.columns::<S, 4>(simd, vector * S::LANES),
-                    _ => self.columns::<S, 8>(simd, vector * S::LANES),
-                }
-            }
-            vector += columns;
-        }
+        // SAFETY: the caller's promise; these are the vectors of `dim`.
+        unsafe { self.each(simd, 0..self.dim / S::LANES) }
     }
 }
 
-impl<M, const R: usize> Weighted<M, R> {
-    /// `C` vectors of columns.
-    ///
-    /// # Safety
-    /// - As for the job; `column + C * LANES <= dim`.
+impl<S: Simd, M: Method<S>, const R: usize> Columns<S> for Weighted<M, R> {
+    const MOST: usize = at_once::<S>(R);
+
     #[inline(always)]
-    unsafe fn columns<S: Simd, const C: usize>(&self, simd: S, column: usize)
-    where
-        M: Method<S>,
-    {
+    unsafe fn columns<const C: usize>(&self, simd: S, first: usize) {
         let Range { start, end } = self.seen;
-        let mut sums = [[simd.splat(0.0); C]; R];
-        for (r, sums) in sums.iter_mut().enumerate() {
-            for (c, sum) in sums.iter_mut().enumerate() {
-                // SAFETY: the caller's promise for `acc`.
-                *sum = unsafe { simd.load(self.acc.add(r * self.dim + column + c * S::LANES)) };
-            }
-        }
+        let column = first * S::LANES;
+        let acc = self.acc.wrapping_add(column);
+        // SAFETY: the caller's promise for `acc`.
+        let mut sums = unsafe { load_rows::<S, R, C>(simd, acc, self.dim) };
         for word in start / M::PER_WORD..end.div_ceil(M::PER_WORD) {
             let mut v = [simd.splat(0.0); C];
             for c in 0..C {
@@ -100,11 +71,7 @@ impl<M, const R: usize> Weighted<M, R> {
                 }
             }
         }
-        for (r, sums) in sums.iter().enumerate() {
-            for (c, &sum) in sums.iter().enumerate() {
-                // SAFETY: the caller's promise for `acc`.
-                unsafe { simd.store(self.acc.add(r * self.dim + column + c * S::LANES), sum) }
-            }
-        }
+        // SAFETY: the caller's promise for `acc`.
+        unsafe { store_rows(simd, sums, acc, self.dim) }
     }
 }
