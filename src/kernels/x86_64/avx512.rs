@@ -15,7 +15,6 @@ use std::arch::x86_64::{
     _mm512_unpackhi_epi16, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_epi16, _mm512_unpacklo_pd,
     _mm512_unpacklo_ps, CpuidResult,
 };
-
 use std::mem::transmute;
 
 use half::{bf16, f16};
