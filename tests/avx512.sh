@@ -35,7 +35,7 @@ make_root() {
 # No test passes over an instruction set that PAGED_KV_ISA names, and the CPU lacks.
 if has_avx512; then
     PAGED_KV_ISA=avx512 cargo test "$@"
-    if grep -qw avx512_bf16 /proc/cpuinfo; then
+    if grep -qw avx512_bf16 /proc/cpuinfo && grep -qw avx512_vbmi /proc/cpuinfo; then
         PAGED_KV_ISA=avx512_bf16 cargo test "$@"
     else
         echo "SKIPPED: this CPU lacks avx512_bf16" >&2

@@ -4,8 +4,8 @@
 //!   bandwidth of reading the same pages, first to last, with as many threads.
 //! - Decode of sequences that share a prefix. The yardstick is the same batch without sharing, which is
 //!   measured as above.
-//! - Prefill: a chunk of new tokens. The yardstick is fused multiply-adds in registers; for bfloat16, where
-//!   the instruction set multiplies it in pairs, such products.
+//! - Prefill: a chunk of new tokens. The yardstick is fused multiply-adds in registers; for bfloat16 and
+//!   eight bits, where the instruction set multiplies them in pairs, such products.
 //!
 //! Calls rotate through more memory than caches hold, which was written before; all that is compared
 //! takes turns.
@@ -376,7 +376,7 @@ enum Arithmetic {
 impl Arithmetic {
     /// Of keys and values of a type, with queries of this benchmark.
     fn of(dtype: DType) -> Result<Self> {
-        let pairs = dtype == DType::BF16 && kernels::multiply_add_pairs(1)?.is_some();
+        let pairs = !matches!(dtype, DType::F32 | DType::F16) && kernels::multiply_add_pairs(1)?.is_some();
         Ok(if pairs { Self::Pairs } else { Self::Floats })
     }
 

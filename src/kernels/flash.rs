@@ -124,21 +124,27 @@ pub(super) fn attend<S: Simd>(simd: S, call: &Call, block: &Block, splits: Range
     }
 }
 
-/// The same where bfloat16 are multiplied in pairs, if all that is multiplied is bfloat16 and whole
-/// vectors.
+/// The same where bfloat16 are multiplied in pairs, if all that is multiplied becomes bfloat16 without loss,
+/// and whole vectors.
 ///
 /// # Panics
 /// As [`attend`].
 #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "no set of other CPUs has pairs yet"))]
 pub(super) fn attend_in_pairs<S: Pairs>(simd: S, call: &Call, block: &Block, splits: Range<usize>) -> State {
     let (k, v) = (call.key_pages.layout(), call.value_pages.layout());
-    let whole = |dim: usize| dim.is_multiple_of(2 * S::LANES);
-    let all = [call.query.dtype(), k.dtype, v.dtype].iter().all(|&dtype| dtype == DType::BF16);
-    // With one row per key, widening costs less than bringing values of two tokens together.
-    let pays = block.prefill || call.group() > 1;
-    if all && pays && whole(k.head_dim) && whole(v.head_dim) {
-        Pass::<S, Paired>::new(simd, call, block).run(splits)
-    } else {
-        attend(simd, call, block, splits)
+    // Of bytes, twice as many go together.
+    let together = 2 * S::LANES * if k.dtype.is_quantised() { 2 } else { 1 };
+    let whole = [k.head_dim, v.head_dim].iter().all(|dim| dim.is_multiple_of(together));
+    // With one row per key, bringing values of two tokens together costs more than widening, except where
+    // widening itself costs most.
+    let pays = block.prefill || call.group() > 1 || k.dtype == DType::F8E4M3;
+    match k.dtype {
+        DType::BF16 | DType::I8 | DType::F8E4M3 if call.query.dtype() != DType::BF16 || !whole || !pays => {
+            attend(simd, call, block, splits)
+        }
+        DType::BF16 => Pass::<S, Paired<bf16>>::new(simd, call, block).run(splits),
+        DType::I8 => Pass::<S, Paired<i8>>::new(simd, call, block).run(splits),
+        DType::F8E4M3 => Pass::<S, Paired<F8E4M3>>::new(simd, call, block).run(splits),
+        DType::F32 | DType::F16 => attend(simd, call, block, splits),
     }
 }

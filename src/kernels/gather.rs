@@ -50,7 +50,7 @@ impl<S: Simd, T: Stored, const R: usize, const N: usize> Columns<S> for Gather<'
         let next = self.next.as_ref().and_then(|next| next.at(column * size_of::<T>(), CACHE_LINE));
         for token in self.seen.clone() {
             if let Some(next) = next {
-                prefetch::<S, T, C>(simd, next.at(token), column * size_of::<T>());
+                prefetch(simd, next.at(token), column * size_of::<T>(), C * S::LANES * size_of::<T>());
             }
             let value = self.values.at(token).wrapping_add(column);
             // What there is less of is held in registers while the other streams by.

@@ -2,23 +2,22 @@
 
 #![expect(clippy::needless_range_loop, reason = "zip stays a call where a profile has no LTO at all")]
 
-use half::bf16;
-
 use super::columns::{Columns, at_once, load_rows, store_rows};
 use super::gather::Gather;
 use super::pairs::Pairs;
 use super::simd::Job;
 use super::tokens::{CACHE_LINE, prefetch};
+use super::words::Words;
 
-/// A [`Gather`] of values that are words of two bfloat16, with weights that are words of two tokens: the
-/// tokens go two by two, from even numbers on. `dim` counts columns, and `acc` is zipped.
+/// A [`Gather`] of values that become words of two bfloat16, with weights that are words of two tokens: the
+/// tokens go two by two, from even numbers on. `acc` is zipped.
 ///
 /// # Safety (of running it)
-/// - What [`Gather`] asks for; `dim` is a multiple of `2 * LANES`.
+/// - What [`Gather`] asks for; `dim` is a multiple of `2 * LANES`, or of twice that where words are zipped.
 /// - The weight of a token that is not of `seen`, but in a word with one that is, is finite.
-pub(super) struct TwoByTwo<'a, const R: usize, const N: usize>(pub(super) Gather<'a, f32, R, N>);
+pub(super) struct TwoByTwo<'a, T, const R: usize, const N: usize>(pub(super) Gather<'a, T, R, N>);
 
-impl<S: Pairs, const R: usize, const N: usize> Job<S> for TwoByTwo<'_, R, N> {
+impl<S: Pairs, T: Words, const R: usize, const N: usize> Job<S> for TwoByTwo<'_, T, R, N> {
     type Output = ();
 
     #[inline(always)]
@@ -28,7 +27,7 @@ impl<S: Pairs, const R: usize, const N: usize> Job<S> for TwoByTwo<'_, R, N> {
     }
 }
 
-impl<S: Pairs, const R: usize, const N: usize> Columns<S> for TwoByTwo<'_, R, N> {
+impl<S: Pairs, T: Words, const R: usize, const N: usize> Columns<S> for TwoByTwo<'_, T, R, N> {
     const MOST: usize = at_once::<S>(R);
 
     /// Two vectors at least, as there is an even number: a vector of words becomes two of columns.
@@ -39,24 +38,41 @@ impl<S: Pairs, const R: usize, const N: usize> Columns<S> for TwoByTwo<'_, R, N>
         let acc = acc.wrapping_add(first * S::LANES);
         // SAFETY: the caller's promise for `acc`.
         let mut sums = unsafe { load_rows::<S, R, C>(simd, acc, *dim) };
-        let (words, word) = (C / 2, first / 2 * S::LANES);
+        // Vectors of words, and the elements of one.
+        let (words, elements) = (C / 2, S::LANES * T::PER_WORD);
+        let column = first / 2 * elements;
+        // Half of what is loaded at once.
+        let half = words == 1 && T::ZIPPED;
         // Groups of rows that pass by take turns with the lines.
-        let next = next.as_ref().and_then(|next| next.at(word * size_of::<f32>(), CACHE_LINE));
+        let next = next.as_ref().and_then(|next| next.at(column * size_of::<T>(), CACHE_LINE));
         for pair in seen.start / 2..seen.end.div_ceil(2) {
             let tokens = [2 * pair, 2 * pair + 1];
             if let Some(next) = next {
                 for token in tokens {
-                    prefetch::<S, bf16, C>(simd, next.at(token).cast(), word * size_of::<f32>());
+                    prefetch(
+                        simd,
+                        next.at(token),
+                        column * size_of::<T>(),
+                        words * elements * size_of::<T>(),
+                    );
                 }
             }
             // One token after the other, as they lie. What is not seen is not read: it may be no number.
             let mut loaded = [[zero; C]; 2];
             for (token, loaded) in tokens.into_iter().zip(&mut loaded) {
                 if seen.contains(&token) {
-                    let value = values.at(token).wrapping_add(word);
-                    for i in 0..words {
-                        // SAFETY: the caller's promise for this token's value.
-                        loaded[i] = unsafe { simd.load(value.wrapping_add(i * S::LANES)) };
+                    let value = values.at(token).wrapping_add(column);
+                    // SAFETY: the caller's promise for this token's value.
+                    unsafe {
+                        if half {
+                            let second = first / 2 % 2;
+                            loaded[0] = T::two(simd, value.wrapping_sub(second * elements))[second];
+                        } else if words == 1 {
+                            loaded[0] = T::one(simd, value);
+                        }
+                        for i in (0..words / 2 * 2).step_by(2) {
+                            [loaded[i], loaded[i + 1]] = T::two(simd, value.wrapping_add(i * elements));
+                        }
                     }
                 }
             }

@@ -24,7 +24,7 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, DQ and VL: x86-64 servers since Skylake (2017) and Zen 4 (2022).
     Avx512,
-    /// AVX-512 with BF16: since Cooper Lake (2020), Sapphire Rapids (2023) and Zen 4 (2022).
+    /// AVX-512 with BF16 and VBMI: since Sapphire Rapids (2023) and Zen 4 (2022).
     Avx512Bf16,
 }
 

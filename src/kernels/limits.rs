@@ -52,7 +52,7 @@ pub fn multiply_add_pairs(times: usize) -> Result<Option<u64>> {
         super::isa::Level::Avx512Bf16(simd) => {
             // Twice 0.5.
             let word = f32::from_bits(0x3F00_3F00);
-            let job = MultiplyAdd::<super::method::Paired> { times, word, method: PhantomData };
+            let job = MultiplyAdd::<super::method::Paired<f32>> { times, word, method: PhantomData };
             // SAFETY: it asks for nothing.
             Ok(Some(unsafe { simd.call(job) }))
         }

@@ -8,9 +8,10 @@ use super::gather::Gather;
 use super::gather_pairs::TwoByTwo;
 use super::pack::{Widen, Zip};
 use super::pairs::Pairs;
-use super::simd::{Simd, Stored};
+use super::simd::{Simd, Stored, load};
+use super::state::Order;
 use super::tokens::Tokens;
-use crate::dtype::Element;
+use super::words::Words;
 
 /// Rows that go through a packed tile together, at most.
 pub(super) const PACKED_ROWS: usize = 6;
@@ -18,16 +19,25 @@ pub(super) const PACKED_ROWS: usize = 6;
 /// What attention multiplies by what.
 pub(super) trait Method<S: Simd> {
     /// What pages hold.
-    type Element: Element;
-    /// As what vectors load it.
-    type Word: Stored;
+    type Element: Stored;
     /// The same where words were made ready in a buffer.
-    type Prepared: Method<S, Word = f32>;
-    /// Elements in a word.
+    type Prepared: Method<S, Element = f32>;
+    /// Elements in a word, which is what a lane multiplies at once.
     const PER_WORD: usize;
+    /// Bytes in which pages hold a word.
+    const STORED: usize;
     /// Rows of queries that go through a tile together, at most: 6, or 8 where registers allow.
     const ROWS: usize;
 
+    /// The order of sums over values, and of queries, where keys and values are taken as they lie, or
+    /// where they are made ready.
+    fn order(as_they_lie: bool) -> Order;
+    /// Vector `c` of `C` vectors of a token's words from number `word` on. `C` is 1, or even; then they
+    /// are in the order of [`order`](Self::order).
+    ///
+    /// # Safety
+    /// - So many words are valid for reads.
+    unsafe fn load<const C: usize>(simd: S, token: *const Self::Element, word: usize, c: usize) -> S::F32;
     /// `c` plus the products of the elements of `a`'s words and of `b`'s.
     fn multiply_add(simd: S, a: S::F32, b: S::F32, c: S::F32) -> S::F32;
     /// Of two tokens in a word of values, number `which`, and 0 in place of the other.
@@ -37,12 +47,12 @@ pub(super) trait Method<S: Simd> {
     ///
     /// # Safety
     /// - All tokens of the tile are valid for reads of `dim` elements.
-    unsafe fn pack_values(simd: S, tokens: Tokens<Self::Word>, dim: usize, into: &mut [f32]);
+    unsafe fn pack_values(simd: S, tokens: Tokens<Self::Element>, dim: usize, into: &mut [f32]);
     /// Adds weighted values that lie anywhere.
     ///
     /// # Safety
     /// - What [`Gather`] asks for; weights are those that [`store_weights`](Self::store_weights) stored.
-    unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<Self::Word, R, N>);
+    unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<Self::Element, R, N>);
     /// Stores the weights of tokens `i..i + LANES` of a row, of which there are at most as many as that
     /// row has floats: two in a word where a word holds two.
     ///
@@ -56,10 +66,20 @@ pub(super) struct Widened<T>(PhantomData<T>);
 
 impl<S: Simd, T: Stored> Method<S> for Widened<T> {
     type Element = T;
-    type Word = T;
     type Prepared = Widened<f32>;
     const PER_WORD: usize = 1;
+    const STORED: usize = size_of::<T>();
     const ROWS: usize = PACKED_ROWS;
+
+    fn order(as_they_lie: bool) -> Order {
+        if as_they_lie && T::PARTED { Order::Parted(S::LANES) } else { Order::Straight }
+    }
+
+    #[inline(always)]
+    unsafe fn load<const C: usize>(simd: S, token: *const T, word: usize, c: usize) -> S::F32 {
+        // SAFETY: the caller's promise.
+        unsafe { load::<S, T, C>(simd, token.add(word), c) }
+    }
 
     #[inline(always)]
     fn multiply_add(simd: S, a: S::F32, b: S::F32, c: S::F32) -> S::F32 {
@@ -88,15 +108,27 @@ impl<S: Simd, T: Stored> Method<S> for Widened<T> {
     }
 }
 
-/// Queries, keys and values are bfloat16, and so are weights: products are exact, and added two by two.
-pub(super) struct Paired;
+/// Queries are bfloat16, keys, values and weights become it: products are exact, and added two by two.
+pub(super) struct Paired<T>(PhantomData<T>);
 
-impl<S: Pairs> Method<S> for Paired {
-    type Element = bf16;
-    type Word = f32;
-    type Prepared = Self;
+impl<S: Pairs, T: Words> Method<S> for Paired<T> {
+    type Element = T;
+    type Prepared = Paired<f32>;
     const PER_WORD: usize = 2;
+    const STORED: usize = T::PER_WORD * size_of::<T>();
     const ROWS: usize = 8;
+
+    fn order(as_they_lie: bool) -> Order {
+        let vectors = if as_they_lie && T::ZIPPED { 4 } else { 2 };
+        Order::Zipped { lanes: S::LANES, vectors }
+    }
+
+    #[inline(always)]
+    unsafe fn load<const C: usize>(simd: S, token: *const T, word: usize, c: usize) -> S::F32 {
+        let at = |c: usize| token.wrapping_add((word + c * S::LANES) * T::PER_WORD);
+        // SAFETY: the caller's promise; of an even number, both of two are there.
+        unsafe { if C == 1 { T::one(simd, at(0)) } else { T::two(simd, at(c & !1))[c % 2] } }
+    }
 
     #[inline(always)]
     fn multiply_add(simd: S, a: S::F32, b: S::F32, c: S::F32) -> S::F32 {
@@ -108,12 +140,12 @@ impl<S: Pairs> Method<S> for Paired {
         simd.only(words, which)
     }
 
-    unsafe fn pack_values(simd: S, tokens: Tokens<f32>, dim: usize, into: &mut [f32]) {
+    unsafe fn pack_values(simd: S, tokens: Tokens<T>, dim: usize, into: &mut [f32]) {
         // SAFETY: the caller's promise.
         unsafe { simd.call(Zip { tokens, dim, into }) }
     }
 
-    unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<f32, R, N>) {
+    unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<T, R, N>) {
         // SAFETY: the caller's promise.
         unsafe { simd.call(TwoByTwo(job)) }
     }

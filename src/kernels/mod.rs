@@ -39,6 +39,7 @@ mod tile;
 mod tokens;
 mod walk;
 mod weighted;
+mod words;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
 

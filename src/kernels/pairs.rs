@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use super::simd::Simd;
+use super::simd::{MOST_LANES, Simd};
 
 /// An instruction set that multiplies bfloat16 and adds the products in pairs, in float32.
 ///
@@ -14,6 +14,17 @@ pub(super) trait Pairs: Simd {
     /// Words of one bfloat16 of `a` and one of `b` each; of every eight, the first four in the first
     /// vector.
     fn zip(self, a: Self::F32, b: Self::F32) -> [Self::F32; 2];
+    /// Loads `2 * LANES` bytes, eight to the first half of every sixteen of a vector; the second halves are 0.
+    ///
+    /// # Safety
+    /// - `from` is valid for reads of `2 * LANES` bytes; any alignment.
+    unsafe fn load_eights(self, from: *const u8) -> Self::F32;
+    /// The signed bytes of a vector as bfloat16, two to a word: of every eight words, the first four in the
+    /// first vector.
+    fn words_of_i8(self, bytes: Self::F32) -> [Self::F32; 2];
+    /// The same of bytes that are [`F8E4M3`](crate::dtype::F8E4M3), each 2^-8 of what it stands for, as
+    /// [`load_f8`](Simd::load_f8) has them.
+    fn words_of_f8(self, bytes: Self::F32) -> [Self::F32; 2];
     /// Each word's number `which`, 0 or 1, and 0 in place of the other.
     fn only(self, words: Self::F32, which: usize) -> Self::F32;
     /// Rounds and stores `LANES` bfloat16.
@@ -23,18 +34,30 @@ pub(super) trait Pairs: Simd {
     unsafe fn store_bf16(self, to: *mut bf16, a: Self::F32);
 }
 
-/// Brings sums over zipped values into the order of their elements: the way back of
-/// [`zip`](Pairs::zip).
-pub(super) fn unzip(row: &mut [f32], lanes: usize) {
-    let mut joined = [0.0; 2 * super::simd::MOST_LANES];
+/// Brings words into the order in which two vectors of them hold bytes that were widened.
+pub(super) fn zip_words(row: &mut [f32], lanes: usize) {
+    let mut zipped = [0.0; 2 * MOST_LANES];
     for block in row.chunks_exact_mut(2 * lanes) {
-        let (first, second) = block.split_at(lanes);
-        let fours = first.as_chunks::<4>().0.iter().zip(second.as_chunks::<4>().0);
-        for (eight, (first, second)) in joined.as_chunks_mut::<8>().0.iter_mut().zip(fours) {
-            eight[..4].copy_from_slice(first);
-            eight[4..].copy_from_slice(second);
+        for (i, eight) in block.as_chunks::<8>().0.iter().enumerate() {
+            for (vector, four) in eight.as_chunks::<4>().0.iter().enumerate() {
+                zipped[vector * lanes + 4 * i..][..4].copy_from_slice(four);
+            }
         }
-        block.copy_from_slice(&joined[..2 * lanes]);
+        block.copy_from_slice(&zipped[..2 * lanes]);
+    }
+}
+
+/// Brings sums over zipped values into the order of their elements: the way back of [`zip`](Pairs::zip),
+/// which makes 2 vectors, or of zipping what bytes became, 4.
+pub(super) fn unzip(row: &mut [f32], lanes: usize, vectors: usize) {
+    let mut joined = [0.0; 4 * MOST_LANES];
+    for block in row.chunks_exact_mut(vectors * lanes) {
+        for (vector, fours) in block.chunks_exact(lanes).enumerate() {
+            for (i, four) in fours.as_chunks::<4>().0.iter().enumerate() {
+                joined[4 * (i * vectors + vector)..][..4].copy_from_slice(four);
+            }
+        }
+        block.copy_from_slice(&joined[..vectors * lanes]);
     }
 }
 
@@ -44,7 +67,9 @@ mod tests {
 
     use super::super::isa::{Isa, Level, tested};
     use super::super::simd::{MOST_LANES, Simd};
-    use super::{Pairs, unzip};
+    use super::super::words::Words;
+    use super::{Pairs, unzip, zip_words};
+    use crate::dtype::F8E4M3;
 
     fn loaded<S: Pairs>(simd: S, elements: &[bf16]) -> S::F32 {
         assert_eq!(elements.len(), 2 * S::LANES);
@@ -94,7 +119,7 @@ mod tests {
         }
         let mut row: Vec<f32> = zipped.iter().flatten().map(|word| f32::from(word[0])).collect();
         row.extend_from_within(..);
-        unzip(&mut row, S::LANES);
+        unzip(&mut row, S::LANES, 2);
         let in_order: Vec<f32> = (0..n as u16).chain(0..n as u16).map(f32::from).collect();
         assert_eq!(bits(&row), bits(&in_order));
 
@@ -148,6 +173,32 @@ mod tests {
         assert_eq!(subnormal, vec![0; S::LANES]);
     }
 
+    /// All codes of eight bits, in order and as two vectors have them.
+    fn check_bytes<S: Pairs, T: Words>(simd: S, all: &[T]) {
+        for codes in all.chunks_exact(4 * S::LANES) {
+            let want: Vec<[u16; 2]> = codes
+                .as_chunks::<2>()
+                .0
+                .iter()
+                .map(|pair| pair.map(|x| bf16::from_f32(x.to_f32() / T::UNIT).to_bits()))
+                .collect();
+            // SAFETY: so many are there.
+            let (first, two) = unsafe { (T::one(simd, codes.as_ptr()), T::two(simd, codes.as_ptr())) };
+            assert_eq!(elements(simd, first), want[..S::LANES], "in order");
+            let mut numbers: Vec<f32> = (0..want.len() as u16).map(f32::from).collect();
+            zip_words(&mut numbers, S::LANES);
+            let zipped: Vec<_> = numbers.iter().map(|&i| want[i as usize]).collect();
+            assert_eq!(two.map(|words| elements(simd, words)).concat(), zipped);
+            // Tokens of bytes, zipped, and back.
+            let columns = two.map(|words| simd.zip(words, words).map(|words| elements(simd, words)));
+            let mut row: Vec<f32> =
+                columns.iter().flatten().flatten().map(|&[x, _]| bf16::from_bits(x).to_f32()).collect();
+            unzip(&mut row, S::LANES, 4);
+            let in_order: Vec<f32> = codes.iter().map(|x| x.to_f32() / T::UNIT).collect();
+            assert_eq!(bits(&row), bits(&in_order));
+        }
+    }
+
     #[test]
     fn pairs_do_what_the_trait_says() {
         if !Isa::Avx512Bf16.is_available() {
@@ -156,6 +207,10 @@ mod tests {
         for level in tested() {
             if let Level::Avx512Bf16(simd) = level {
                 check(simd);
+                check_bytes(simd, &(i8::MIN..=i8::MAX).collect::<Vec<_>>());
+                // The last code of each sign is NaN's.
+                let codes = (0..=255).map(|bits| F8E4M3(if bits & 0x7F == 0x7F { 0 } else { bits }));
+                check_bytes(simd, &codes.collect::<Vec<_>>());
             }
         }
     }

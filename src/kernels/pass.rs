@@ -9,8 +9,8 @@ use super::prepared::Prepared;
 use super::query;
 use super::scales::{PairOfScales, TileScales};
 use super::scratch::Scratch;
-use super::simd::{Simd, Stored};
-use super::state::{Order, State};
+use super::simd::Simd;
+use super::state::State;
 use super::tile::{Tile, rows_of_group};
 use super::tokens::{SHORT_TILE, TILE};
 use super::walk;
@@ -93,16 +93,12 @@ impl<'a, S: Simd, M: Method<S>> Pass<'a, S, M> {
         let key_words = k.head_dim.div_ceil(M::PER_WORD).next_multiple_of(S::LANES);
         let value_dim = v.head_dim.next_multiple_of(S::LANES);
         let padded = key_words * M::PER_WORD != k.head_dim || value_dim != v.head_dim;
-        let order = match (padded || block.prefill, M::PER_WORD) {
-            (_, 2) => Order::Zipped(S::LANES),
-            (false, _) if M::Word::PARTED => Order::Parted(S::LANES),
-            _ => Order::Straight,
-        };
+        let order = M::order(!padded && !block.prefill);
         let rows = call.group() * block.num_queries;
         let at_once = rows_of_group(rows, if block.prefill { PACKED_ROWS } else { M::ROWS });
         Self {
             places: Places::new(call),
-            scales: PairOfScales::new::<M::Word>(call),
+            scales: PairOfScales::new::<M::Element>(call),
             rows: Rows {
                 simd,
                 call,

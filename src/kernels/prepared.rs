@@ -72,16 +72,11 @@ impl<S: Simd, M: Method<S>> Prepared<S, M> {
         let at = |(tile, kv_head): (usize, usize)| (tile * N..(tile + 1) * N, head_of(kv_head));
         let place = |step| {
             let (tokens, kv_head) = at(step);
-            (places.keys::<M::Word>(kv_head, tokens.clone()), places.values::<M::Word>(kv_head, tokens))
+            (places.keys::<M::Element>(kv_head, tokens.clone()), places.values::<M::Element>(kv_head, tokens))
         };
         let (keys, values) = place((tile, kv_head));
         let asked = if call.value_in_key() { 0 } else { value_dim };
-        let later = next.map(place).map(|(keys, values)| Later {
-            keys,
-            values,
-            key_words: key_dim / M::PER_WORD,
-            value_words: asked / M::PER_WORD,
-        });
+        let later = next.map(place).map(|(keys, values)| Later { keys, values, key_dim, value_dim: asked });
         // Of the last tile, those that are there.
         let count = N.min(places.keys.end - tile * N);
         let scales = scales.of(simd, at((tile, kv_head)), next.map(at).as_ref());
@@ -94,9 +89,12 @@ impl<S: Simd, M: Method<S>> Prepared<S, M> {
                 in_buffer(into, &self.key_offsets[..N])
             });
             if let Some(into) = &mut self.packed {
-                match wide_keys {
-                    Some(tokens) => simd.call(Pack { tokens, dim: rows.key_words, count, into }),
-                    None => simd.call(Pack { tokens: keys, dim: key_dim / M::PER_WORD, count, into }),
+                if let Some(tokens) = wide_keys {
+                    let (words, method) = (rows.key_words, PhantomData::<M::Prepared>);
+                    simd.call(Pack { tokens, words, count, into, method });
+                } else {
+                    let (words, method) = (key_dim / M::PER_WORD, PhantomData::<M>);
+                    simd.call(Pack { tokens: keys, words, count, into, method });
                 }
             }
             let room = count.div_ceil(M::PER_WORD) * rows.value_dim;
@@ -112,7 +110,7 @@ impl<S: Simd, M: Method<S>> Prepared<S, M> {
             };
             let whole = rows.see_all(tile, N);
             let mut tile = rows.tile::<N>(kv_head, tile, whole, scales);
-            tile.scores::<M::Prepared, M::Word>(keys, None, later.as_ref());
+            tile.scores::<M::Prepared, M::Element>(keys, None, later.as_ref());
             tile.weigh::<M::Prepared>();
             tile.weighted_sums::<M::Prepared>(values, None);
         }

@@ -8,6 +8,7 @@ use half::{bf16, f16};
 use super::flash::{Block, Call};
 use super::method::Method;
 use super::pack::Widen;
+use super::pairs::zip_words;
 use super::rows::load_row;
 use super::scratch::Scratch;
 use super::simd::{Simd, Stored, part_neighbours};
@@ -50,8 +51,10 @@ pub(super) fn load<S: Simd, M: Method<S>>(
                 _ => load_row(&call.query, token, head, &mut one[..head_dim]),
             }
         }
-        if let Order::Parted(lanes) = order {
-            part_neighbours(&mut one, lanes);
+        match order {
+            Order::Parted(lanes) => part_neighbours(&mut one, lanes),
+            Order::Zipped { lanes, vectors: 4 } => zip_words(&mut one, lanes),
+            _ => {}
         }
         let (first, in_group) = (row - rest % at_once, rest % at_once);
         let count = at_once.min(rows - (rest - in_group));

@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::method::Method;
-use super::simd::{Job, Simd, Stored, load};
+use super::simd::{Job, Simd};
 use super::tokens::{Next, Tokens, prefetch};
 
 /// `scores[r][k] = Σ query[r][d] · key[k][d]` for `R` rows and (at least) the keys `seen`, of some in a
@@ -20,7 +20,7 @@ use super::tokens::{Next, Tokens, prefetch};
 ///   as many as there are keys in each of `R` rows, a tile apart.
 /// - There are 8 keys at least, and all are valid for reads of `words`.
 pub(super) struct Score<'a, M, T, const R: usize, const N: usize> {
-    /// `[words / LANES, R, LANES]`, parted as `T` is.
+    /// `[words / LANES, R, LANES]`, in the method's order.
     pub(super) query: *const f32,
     pub(super) keys: Tokens<'a, T>,
     /// What will be asked for after this.
@@ -32,9 +32,7 @@ pub(super) struct Score<'a, M, T, const R: usize, const N: usize> {
     pub(super) method: PhantomData<M>,
 }
 
-impl<S: Simd, M: Method<S, Word = T>, T: Stored, const R: usize, const N: usize> Job<S>
-    for Score<'_, M, T, R, N>
-{
+impl<S: Simd, M: Method<S, Element = T>, T, const R: usize, const N: usize> Job<S> for Score<'_, M, T, R, N> {
     type Output = ();
 
     #[inline(always)]
@@ -43,7 +41,7 @@ impl<S: Simd, M: Method<S, Word = T>, T: Stored, const R: usize, const N: usize>
         // beside a vector of each, a query's and constants. With registers enough, no more than it takes
         // for sums not to wait for their last addition, as memory is best asked for one key at a time;
         // but single bytes wait for arithmetic.
-        let bytes = size_of::<T>() == 1;
+        let bytes = M::STORED == 1;
         let at_once = match (R, S::REGISTERS) {
             (1, _) => 8,
             (2, _) => 4,
@@ -65,7 +63,7 @@ impl<S: Simd, M: Method<S, Word = T>, T: Stored, const R: usize, const N: usize>
     }
 }
 
-impl<M, T: Stored, const R: usize, const N: usize> Score<'_, M, T, R, N> {
+impl<M, T, const R: usize, const N: usize> Score<'_, M, T, R, N> {
     /// All rows against `K` keys from `first` on, or against the last.
     ///
     /// # Safety
@@ -73,7 +71,7 @@ impl<M, T: Stored, const R: usize, const N: usize> Score<'_, M, T, R, N> {
     #[inline(always)]
     unsafe fn dots<S: Simd, const K: usize>(&self, simd: S, first: usize)
     where
-        M: Method<S>,
+        M: Method<S, Element = T>,
     {
         let first = first.min(self.keys.offsets.len() - K);
         let keys = self.keys.at_each::<K>(first);
@@ -134,7 +132,7 @@ impl<M, T: Stored, const R: usize, const N: usize> Score<'_, M, T, R, N> {
         next: Option<[*const T; K]>,
         sums: &mut [[S::F32; K]; R],
     ) where
-        M: Method<S>,
+        M: Method<S, Element = T>,
     {
         let mut d = 0;
         // SAFETY: so many words are left; the caller's promise for keys and rows.
@@ -144,7 +142,7 @@ impl<M, T: Stored, const R: usize, const N: usize> Score<'_, M, T, R, N> {
                 // wait for the nearest cache, and sums wait with them.
                 if let Some(next) = next {
                     for i in 0..K {
-                        prefetch::<S, T, 2>(simd, next[i], d * size_of::<T>());
+                        prefetch(simd, next[i], d * M::STORED, 2 * S::LANES * M::STORED);
                     }
                 }
                 self.add::<S, K, 2>(simd, d, 0, keys, sums);
@@ -170,7 +168,7 @@ impl<M, T: Stored, const R: usize, const N: usize> Score<'_, M, T, R, N> {
         keys: [*const T; K],
         sums: &mut [[S::F32; K]; R],
     ) where
-        M: Method<S>,
+        M: Method<S, Element = T>,
     {
         let query = self.query.wrapping_add((d + c * S::LANES) * R);
         // What there is less of is held in registers while the other streams by.
@@ -182,7 +180,7 @@ impl<M, T: Stored, const R: usize, const N: usize> Score<'_, M, T, R, N> {
             }
             for i in 0..K {
                 // SAFETY: the caller's promise for keys.
-                let k = unsafe { load::<S, T, C>(simd, keys[i].add(d), c) };
+                let k = unsafe { M::load::<C>(simd, keys[i], d, c) };
                 for r in 0..R {
                     sums[r][i] = M::multiply_add(simd, q[r], k, sums[r][i]);
                 }
@@ -191,7 +189,7 @@ impl<M, T: Stored, const R: usize, const N: usize> Score<'_, M, T, R, N> {
             let mut k = [simd.splat(0.0); K];
             for i in 0..K {
                 // SAFETY: the caller's promise for keys.
-                k[i] = unsafe { load::<S, T, C>(simd, keys[i].add(d), c) };
+                k[i] = unsafe { M::load::<C>(simd, keys[i], d, c) };
             }
             for r in 0..R {
                 // SAFETY: the caller's promise for rows.

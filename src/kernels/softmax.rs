@@ -78,12 +78,21 @@ impl<const N: usize> Row<'_, N> {
         *self.sum += simd.sum(sum);
     }
 
+    /// `inside` for the tokens of a vector from number `from` on that are seen, else `outside`: a select, not a
+    /// product, as what lies outside may be NaN.
+    #[inline(always)]
+    fn select_seen<S: Simd>(&self, simd: S, from: usize, inside: S::F32, outside: S::F32) -> S::F32 {
+        let Range { start, end } = self.seen;
+        let lanes = simd.add(simd.lane_numbers(), simd.splat(from as f32));
+        let inside = simd.select_less(lanes, simd.splat(end as f32), inside, outside);
+        simd.select_less(lanes, simd.splat(start as f32), outside, inside)
+    }
+
     /// Turns some vectors of dot products into logits; returns the largest of each lane.
     #[inline(always)]
     fn logits<S: Simd>(&mut self, simd: S, vectors: StepBy<Range<usize>>, whole: bool) -> S::F32 {
-        let Self { seen, logit, scales, .. } = self;
+        let Self { logit, scales, .. } = *self;
         let scores = self.scores.as_mut_ptr();
-        let (start, end) = (simd.splat(seen.start as f32), simd.splat(seen.end as f32));
         let masked = simd.splat(f32::NEG_INFINITY);
         let scale = simd.splat(logit.scale);
         let mut max = masked;
@@ -98,14 +107,13 @@ impl<const N: usize> Row<'_, N> {
                 let cap = simd.splat(logit.soft_cap);
                 x = simd.mul(cap, tanh(simd, simd.div(x, cap)));
             }
-            let lanes = simd.add(simd.lane_numbers(), simd.splat(i as f32));
             if logit.slope != 0.0 {
+                let lanes = simd.add(simd.lane_numbers(), simd.splat(i as f32));
                 let distance = simd.add(lanes, simd.splat(logit.distance));
                 x = simd.mul_add(simd.splat(logit.slope), distance, x);
             }
             if !whole {
-                // A select, not a sum: what lies outside may be NaN.
-                x = simd.select_less(lanes, start, masked, simd.select_less(lanes, end, x, masked));
+                x = self.select_seen(simd, i, x, masked);
             }
             max = simd.max(x, max);
             // SAFETY: as above.
@@ -166,6 +174,10 @@ impl<const N: usize> Row<'_, N> {
             unsafe {
                 if let Some(TileScales { value, .. }) = self.scales {
                     weight = simd.mul(weight, simd.load(value.as_ptr().add(i)));
+                    // Elsewhere, no weight outside is used.
+                    if M::PER_WORD > 1 && self.seen.len() < N {
+                        weight = self.select_seen(simd, i, weight, simd.splat(0.0));
+                    }
                 }
                 // Half as long where a word holds two: over what was read before.
                 M::store_weights(simd, scores, i, weight);

@@ -15,8 +15,14 @@ pub(super) enum Order {
     Straight,
     /// As [`part_neighbours`](super::simd::part_neighbours) leaves them.
     Parted(usize),
-    /// Of sums over values that [`zip`](super::pairs::Pairs::zip) put together; queries are straight.
-    Zipped(usize),
+    /// Of sums over values that [`zip`](super::pairs::Pairs::zip) put together; queries are straight where that
+    /// takes 2 `vectors`, and their [words zipped](super::pairs::zip_words) where it takes 4.
+    Zipped {
+        /// Of a vector.
+        lanes: usize,
+        /// Among which neighbours are dealt.
+        vectors: usize,
+    },
 }
 
 /// Unnormalised attention of a block's rows over a part of the keys.
@@ -120,7 +126,7 @@ impl State {
             match self.order {
                 Order::Straight => {}
                 Order::Parted(lanes) => join_neighbours(acc, lanes),
-                Order::Zipped(lanes) => unzip(acc, lanes),
+                Order::Zipped { lanes, vectors } => unzip(acc, lanes, vectors),
             }
             for x in &mut acc[..dim] {
                 *x *= factor;

@@ -73,8 +73,8 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
     /// - Every token of stored keys is valid for reads of `key_words`; so is `next`, or it is not there.
     pub(super) unsafe fn scores<M: Method<S>, L>(
         &mut self,
-        keys: Keys<M::Word>,
-        next: Option<Tokens<M::Word>>,
+        keys: Keys<M::Element>,
+        next: Option<Tokens<M::Element>>,
         later: Option<&Later<L>>,
     ) {
         let (rows, count) = (self.max.len(), self.at_once);
@@ -116,8 +116,8 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
     /// - Stored values are valid for reads of `value_dim` elements; so is `next`, or it is not there.
     pub(super) unsafe fn weighted_sums<M: Method<S>>(
         &mut self,
-        values: Values<M::Word>,
-        next: Option<Tokens<M::Word>>,
+        values: Values<M::Element>,
+        next: Option<Tokens<M::Element>>,
     ) {
         let (rows, count) = (self.max.len(), self.at_once);
         let parts = rows.div_ceil(count);
@@ -135,8 +135,8 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
     unsafe fn score<M: Method<S>, const R: usize>(
         &mut self,
         row: usize,
-        keys: Keys<M::Word>,
-        next: Option<Next<M::Word>>,
+        keys: Keys<M::Element>,
+        next: Option<Next<M::Element>>,
     ) {
         // Both ends grow with the row, so these are the first and last tokens that any row sees.
         let seen = self.seen(row).start..self.seen(row + R - 1).end;
@@ -190,8 +190,8 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
     unsafe fn weighted_sums_of<M: Method<S>>(
         &mut self,
         rows: Range<usize>,
-        values: Values<M::Word>,
-        next: Option<Next<M::Word>>,
+        values: Values<M::Element>,
+        next: Option<Next<M::Element>>,
     ) {
         let (first, last) = (self.seen(rows.start), self.seen(rows.end - 1));
         // SAFETY: the caller's promise.
@@ -222,8 +222,8 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
     unsafe fn gather<M: Method<S>>(
         &mut self,
         rows: Range<usize>,
-        values: Values<M::Word>,
-        next: Option<Next<M::Word>>,
+        values: Values<M::Element>,
+        next: Option<Next<M::Element>>,
         seen: Range<usize>,
     ) {
         if seen.is_empty() {

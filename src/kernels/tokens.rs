@@ -50,8 +50,8 @@ impl<'a, T> Next<'a, T> {
 pub(super) struct Later<'a, T> {
     pub(super) keys: Tokens<'a, T>,
     pub(super) values: Tokens<'a, T>,
-    pub(super) key_words: usize,
-    pub(super) value_words: usize,
+    pub(super) key_dim: usize,
+    pub(super) value_dim: usize,
 }
 
 impl<T> Later<'_, T> {
@@ -59,9 +59,9 @@ impl<T> Later<'_, T> {
     pub(super) fn prefetch<S: Simd>(&self, simd: S, part: usize, parts: usize) {
         let (line, count) = (CACHE_LINE / size_of::<T>(), self.keys.offsets.len());
         for token in part * count / parts..(part + 1) * count / parts {
-            for (tokens, words) in [(&self.keys, self.key_words), (&self.values, self.value_words)] {
-                for word in (0..words).step_by(line) {
-                    simd.prefetch(tokens.at(token).wrapping_add(word).cast());
+            for (tokens, dim) in [(&self.keys, self.key_dim), (&self.values, self.value_dim)] {
+                for element in (0..dim).step_by(line) {
+                    simd.prefetch(tokens.at(token).wrapping_add(element).cast());
                 }
             }
         }
@@ -86,11 +86,10 @@ impl<T> Tokens<'_, T> {
     }
 }
 
-/// Asks for the cache lines that begin in `VECTORS` vectors of elements, `start` bytes from a token's
-/// begin, of which that is a multiple.
+/// Asks for the cache lines that begin in so many `bytes`, `start` bytes from a token's begin, of which that
+/// is a multiple.
 #[inline(always)]
-pub(super) fn prefetch<S: Simd, T, const VECTORS: usize>(simd: S, token: *const T, start: usize) {
-    let bytes = VECTORS * S::LANES * size_of::<T>();
+pub(super) fn prefetch<S: Simd, T>(simd: S, token: *const T, start: usize, bytes: usize) {
     // In whole lines, one begins for sure.
     if bytes.is_multiple_of(CACHE_LINE) || start.is_multiple_of(CACHE_LINE) {
         for line in (0..bytes).step_by(CACHE_LINE) {

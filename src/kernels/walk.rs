@@ -35,7 +35,7 @@ pub(super) fn attend<S: Simd, M: Method<S>>(places: &Places, scales: &mut PairOf
     let kv_heads = block.num_kv_heads;
     let head_of = |kv_head| block.first_kv_head + kv_head;
     let tokens = |tile: usize| tile * SHORT_TILE..(tile + 1) * SHORT_TILE;
-    let place = |step: Step| -> Tokens<M::Word> {
+    let place = |step: Step| -> Tokens<M::Element> {
         let (kv_head, tokens) = (head_of(step.kv_head), tokens(step.tile));
         if step.values { places.values(kv_head, tokens) } else { places.keys(kv_head, tokens) }
     };
@@ -68,7 +68,7 @@ pub(super) fn attend<S: Simd, M: Method<S>>(places: &Places, scales: &mut PairOf
             if values {
                 tile.weighted_sums::<M>(Values::Stored(place(step)), next);
             } else {
-                tile.scores::<M, M::Word>(Keys::Stored(place(step)), next, None);
+                tile.scores::<M, M::Element>(Keys::Stored(place(step)), next, None);
             }
         }
         (step, ahead) = (step.next(kv_heads), ahead.next(kv_heads));

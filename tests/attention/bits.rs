@@ -29,9 +29,16 @@ fn pairs() -> Case {
     case
 }
 
+/// The same of bytes, twice as many of which go together.
+fn pairs_of(kv_dtype: DType) -> Case {
+    Case { kv_dtype, v_head_dim: 64, ..pairs() }
+}
+
 #[test]
 fn a_sequence_has_the_same_bits_alone_and_in_a_batch() {
-    for (isa, case) in isas().into_iter().flat_map(|isa| [(isa, batch()), (isa, pairs())]) {
+    for (isa, case) in isas().into_iter().flat_map(|isa| {
+        [(isa, batch()), (isa, pairs()), (isa, pairs_of(DType::I8)), (isa, pairs_of(DType::F8E4M3))]
+    }) {
         let together = case.run(isa, pool(3));
         let (mut out, mut lse) = (Vec::new(), Vec::new());
         for &sequence in &case.sequences {
@@ -45,7 +52,10 @@ fn a_sequence_has_the_same_bits_alone_and_in_a_batch() {
 
 /// Of keys and values, and of queries: all ways through a kernel.
 fn dtypes() -> impl Iterator<Item = (DType, DType)> {
-    DType::ALL.into_iter().map(|kv| (kv, DType::F32)).chain([(DType::BF16, DType::BF16)])
+    DType::ALL
+        .into_iter()
+        .map(|kv| (kv, DType::F32))
+        .chain([DType::BF16, DType::I8, DType::F8E4M3].map(|kv| (kv, DType::BF16)))
 }
 
 /// Results of batches of more than one sequence were wrong on Arm: each must have the bits it has alone.
@@ -53,7 +63,18 @@ fn dtypes() -> impl Iterator<Item = (DType, DType)> {
 fn field_c71_batches_of_any_size_have_the_bits_of_one() {
     for isa in isas() {
         for (kv_dtype, query_dtype) in dtypes() {
-            let case = Case { kv_dtype, query_dtype, group: 4, sequences: vec![(150, 1)], ..Case::default() };
+            let pairs = query_dtype == DType::BF16;
+            let (head_dim, v_head_dim) =
+                if pairs { (64, 64) } else { (Case::default().head_dim, Case::default().v_head_dim) };
+            let case = Case {
+                kv_dtype,
+                query_dtype,
+                head_dim,
+                v_head_dim,
+                group: 4,
+                sequences: vec![(150, 1)],
+                ..Case::default()
+            };
             case.check();
             let alone = case.run(isa, pool(1));
             for size in [2, 3, 8, 17] {
@@ -75,6 +96,9 @@ fn threads_placement_page_size_and_order_change_no_bit() {
             // Prompts in pairs, single tokens not.
             Case { group: 1, num_kv_heads: 6, ..pairs() },
             Case { value_in_key: true, ..pairs() },
+            pairs_of(DType::I8),
+            Case { group: 1, num_kv_heads: 6, ..pairs_of(DType::F8E4M3) },
+            Case { value_in_key: true, ..pairs_of(DType::F8E4M3) },
             of(DType::F32, 64),
             of(DType::F16, 64),
             of(DType::I8, 64),

@@ -366,10 +366,15 @@ impl Case {
 
     /// Whether a sequence of so many queries has its products taken in pairs of bfloat16.
     pub(crate) fn in_pairs(&self, isa: Isa, queries: usize) -> bool {
+        let together = match self.kv_dtype {
+            DType::BF16 => 32,
+            DType::I8 | DType::F8E4M3 => 64,
+            _ => return false,
+        };
         isa == Isa::Avx512Bf16
-            && [self.query_dtype, self.kv_dtype] == [DType::BF16; 2]
-            && [self.head_dim, self.v_head_dim].iter().all(|dim| dim.is_multiple_of(32))
-            && (self.group > 1 || queries >= 16)
+            && self.query_dtype == DType::BF16
+            && [self.head_dim, self.v_head_dim].iter().all(|dim| dim.is_multiple_of(together))
+            && (self.group > 1 || queries >= 16 || self.kv_dtype == DType::F8E4M3)
     }
 
     /// Largest errors of output (values lie in -1..1) and lse that are allowed: a few roundings of

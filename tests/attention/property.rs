@@ -27,7 +27,8 @@ fn sequences() -> impl Strategy<Value = Vec<(usize, usize)>> {
 /// Of keys and values, and of queries: also as bfloat16 is multiplied in pairs.
 fn dtypes() -> impl Strategy<Value = (DType, DType)> {
     let any = (prop::sample::select(DType::ALL.to_vec()), prop::sample::select(DType::FLOATS.to_vec()));
-    prop_oneof![4 => any, 1 => Just((DType::BF16, DType::BF16))]
+    let pairs = prop::sample::select(vec![DType::BF16, DType::I8, DType::F8E4M3]);
+    prop_oneof![3 => any, 1 => pairs.prop_map(|kv_dtype| (kv_dtype, DType::BF16))]
 }
 
 prop_compose! {
@@ -41,7 +42,8 @@ prop_compose! {
         (head_dim, v_head_dim) in prop_oneof![
             3 => dims().prop_map(|d| (d, d)),
             3 => (dims(), dims()),
-            2 => (1..5_usize, 1..5_usize).prop_map(|(d, v)| (32 * d, 32 * v)),
+            1 => (1..5_usize, 1..5_usize).prop_map(|(d, v)| (32 * d, 32 * v)),
+            1 => (1..4_usize, 1..4_usize).prop_map(|(d, v)| (64 * d, 64 * v)),
         ],
         page_size in prop_oneof![prop::sample::select(vec![1, 8, 16, 32, 64, 128, 256]), 1..257_usize],
         order in prop::sample::select(vec![PageOrder::Hnd, PageOrder::Nhd]),

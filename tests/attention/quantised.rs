@@ -10,7 +10,7 @@ use paged_kv::ids::PageId;
 use paged_kv::layout::{CacheLayout, PageOrder, Which};
 
 use crate::harness::{Case, isas, pool};
-use crate::memory::{Array, Pages, Rng, stored_row};
+use crate::memory::{Array, Pages, Rng, rounded, stored_row};
 
 pub(crate) const QUANTISED: [DType; 2] = [DType::I8, DType::F8E4M3];
 
@@ -175,7 +175,9 @@ fn attention_is_near_what_it_was_before_quantisation() {
             if head_scales && dtype == DType::I8 {
                 continue;
             }
-            for isa in isas() {
+            for (isa, query_dtype) in
+                isas().into_iter().flat_map(|isa| [(isa, DType::F32), (isa, DType::BF16)])
+            {
                 let mut rng = Rng(len as u64);
                 let (heads, group) = (2, 4);
                 // Within the reach of a head's scale, where there is one.
@@ -184,9 +186,11 @@ fn attention_is_near_what_it_was_before_quantisation() {
                     gaussian(&mut rng, n * head_dim).into_iter().map(|x| x * factor).collect()
                 };
                 let query = rows(queries * heads * group, 1.0 / factor);
+                let query: Vec<f32> = query.into_iter().map(|x| rounded(x, query_dtype)).collect();
                 let [key, value] = [(); 2].map(|()| rows(len * heads, factor));
                 let case = Case {
                     kv_dtype: dtype,
+                    query_dtype,
                     head_scales,
                     head_dim,
                     v_head_dim: head_dim,
@@ -206,7 +210,9 @@ fn attention_is_near_what_it_was_before_quantisation() {
                 let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
                 let error = norm(&mut got.out.iter().zip(&want).map(|(&a, &b)| f64::from(a) - b));
                 let relative = error / norm(&mut want.iter().copied());
-                println!("{isa} {dtype} {head_dim} {len} {queries} {head_scales}: {relative:.2e}");
+                println!(
+                    "{isa} {dtype} {query_dtype} {head_dim} {len} {queries} {head_scales}: {relative:.2e}"
+                );
                 assert!(relative <= goal, "{isa} {dtype}: {relative:e} of {goal:e}");
             }
         }

@@ -1,30 +1,25 @@
 //! AVX-512 (F, BW, DQ, VL), with or without BF16: sixteen lanes, thirty-two registers.
 
-use std::arch::x86_64::{
-    __cpuid, __m256bh, __m256i, __m512, __m512bh, _CMP_LT_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
-    _MM_HINT_T1, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128, _mm_movehdup_ps, _mm_movehl_ps,
-    _mm_prefetch, _mm_storeu_ps, _mm256_add_ps, _mm256_and_si256, _mm256_castps256_ps128,
-    _mm256_cvtepi8_epi16, _mm256_extractf128_ps, _mm256_loadu_si256, _mm256_set1_epi16, _mm256_slli_epi16,
-    _mm256_storeu_si256, _mm512_abs_ps, _mm512_add_ps, _mm512_and_ps, _mm512_and_si512, _mm512_castpd_ps,
-    _mm512_castps_pd, _mm512_castps_si512, _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
-    _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtneps_pbh, _mm512_cvtph_ps,
-    _mm512_div_ps, _mm512_dpbf16_ps, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
-    _mm512_loadu_si512, _mm512_mask_blend_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_or_ps,
-    _mm512_reduce_max_ps, _mm512_roundscale_ps, _mm512_scalef_ps, _mm512_set1_epi32, _mm512_set1_ps,
-    _mm512_setr_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
-    _mm512_unpackhi_epi16, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_epi16, _mm512_unpacklo_pd,
-    _mm512_unpacklo_ps, CpuidResult,
-};
-use std::mem::transmute;
-
 use half::{bf16, f16};
+use std::arch::x86_64::{
+    __cpuid, __m512, _CMP_LT_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1, _mm_add_ps,
+    _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128, _mm_movehdup_ps, _mm_movehl_ps, _mm_prefetch, _mm_storeu_ps,
+    _mm256_add_ps, _mm256_and_si256, _mm256_castps256_ps128, _mm256_cvtepi8_epi16, _mm256_extractf128_ps,
+    _mm256_loadu_si256, _mm256_set1_epi16, _mm256_slli_epi16, _mm512_abs_ps, _mm512_add_ps, _mm512_and_ps,
+    _mm512_and_si512, _mm512_castpd_ps, _mm512_castps_pd, _mm512_castps512_ps256, _mm512_castsi512_ps,
+    _mm512_cmp_ps_mask, _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps,
+    _mm512_div_ps, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
+    _mm512_mask_blend_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_or_ps, _mm512_reduce_max_ps,
+    _mm512_roundscale_ps, _mm512_scalef_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_ps,
+    _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps, _mm512_unpackhi_pd,
+    _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps, CpuidResult,
+};
 
-use super::super::pairs::Pairs;
 use super::super::simd::{Job, MOST_LANES, Simd};
 use crate::dtype::F8E4M3;
 
-/// Proof that the CPU has AVX-512 F, BW, DQ and VL, besides what AVX2 stands for, and BF16 where that
-/// is asked for.
+/// Proof that the CPU has AVX-512 F, BW, DQ and VL, besides what AVX2 stands for, and BF16 and VBMI where
+/// `BF16` asks for them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx512<const BF16: bool>(());
 
@@ -36,7 +31,7 @@ impl<const BF16: bool> Avx512<BF16> {
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
-            && (!BF16 || is_x86_feature_detected!("avx512bf16")))
+            && (!BF16 || is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vbmi")))
         .then_some(Self(()))
     }
 }
@@ -76,7 +71,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             unsafe { job.run(simd) }
         }
         #[inline(never)]
-        #[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+        #[target_feature(enable = "avx512bf16,avx512vbmi,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
         unsafe fn with<S, J: Job<S>>(simd: S, job: J) -> J::Output {
             // SAFETY: the caller's promise.
             unsafe { job.run(simd) }
@@ -280,41 +275,5 @@ unsafe fn sums_of_quarters([a, b, c, d]: [__m512; 4]) -> __m512 {
         let cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
         let low = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
         _mm512_add_ps(low, _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)))
-    }
-}
-
-impl Pairs for Avx512<true> {
-    #[inline(always)]
-    fn dot(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        // SAFETY: `self` proves that the CPU has the features; the types only name what bits are for.
-        unsafe { _mm512_dpbf16_ps(c, transmute::<__m512, __m512bh>(a), transmute::<__m512, __m512bh>(b)) }
-    }
-
-    #[inline(always)]
-    fn zip(self, a: __m512, b: __m512) -> [__m512; 2] {
-        // SAFETY: `self` proves that the CPU has the features.
-        unsafe {
-            let (a, b) = (_mm512_castps_si512(a), _mm512_castps_si512(b));
-            [
-                _mm512_castsi512_ps(_mm512_unpacklo_epi16(a, b)),
-                _mm512_castsi512_ps(_mm512_unpackhi_epi16(a, b)),
-            ]
-        }
-    }
-
-    #[inline(always)]
-    fn only(self, words: __m512, which: usize) -> __m512 {
-        // SAFETY: `self` proves that the CPU has the features.
-        unsafe {
-            let mask = _mm512_set1_epi32(0xFFFF << (16 * which));
-            _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words), mask))
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn store_bf16(self, to: *mut bf16, a: __m512) {
-        // SAFETY: the caller's promise; `self` proves the CPU features; the types only name what bits
-        // are for.
-        unsafe { _mm256_storeu_si256(to.cast(), transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(a))) }
     }
 }
