@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::flash::{Block, Call, SPLIT};
 use super::scales::PairOfScales;
-use super::tokens::{TILE, Tokens};
+use super::tokens::{TILE, Tokens, ascend};
 use crate::storage::PagesView;
 
 /// The places of the keys at hand, at most [`SPLIT`].
@@ -43,13 +43,17 @@ impl<'a> Places<'a> {
             let page = usize::try_from(page).ok().filter(|&page| page < k.num_pages.min(v.num_pages));
             let page = page.expect("a page of the pool");
             let run = (k.page_size - slot).min(keys.end - token);
-            for i in 0..run {
-                let place = (token + i) % SPLIT;
-                self.key_offsets[place] = k.offset(page, 0, slot + i) * k.dtype.size();
-                self.value_offsets[place] = v.offset(page, 0, slot + i) * v.dtype.size();
+            let place = token % SPLIT;
+            for (offsets, l) in [(&mut self.key_offsets, k), (&mut self.value_offsets, v)] {
+                let size = l.dtype.size();
+                ascend(
+                    &mut offsets[place..place + run],
+                    l.offset(page, 0, slot) * size,
+                    l.token_stride * size,
+                );
             }
             for scales in scales.each() {
-                scales.locate(token % SPLIT, page, slot, run);
+                scales.locate(place, page, slot, run);
             }
             token += run;
         }

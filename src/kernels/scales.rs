@@ -4,8 +4,8 @@
 use std::ops::Range;
 
 use super::flash::{Call, SPLIT};
-use super::simd::{Simd, Stored};
-use super::tokens::TILE;
+use super::simd::{Job, Simd, Stored};
+use super::tokens::{TILE, ascend};
 use crate::layout::PagesLayout;
 use crate::storage::PagesView;
 
@@ -59,7 +59,7 @@ impl PairOfScales {
             if let Some((tokens, kv_head)) = next {
                 scales.prefetch(simd, *kv_head, tokens.clone());
             }
-            scales.take(kv_head, tokens.clone());
+            scales.take(simd, kv_head, tokens.clone());
         }
         Some(TileScales { key: &key.tile, value: &value.tile })
     }
@@ -88,9 +88,7 @@ impl Scales {
     pub(super) fn locate(&mut self, place: usize, page: usize, slot: usize, run: usize) {
         let l = &self.layout;
         assert!(page < l.num_pages && slot + run <= l.page_size, "slots of the pool");
-        for (i, offset) in self.offsets[place..place + run].iter_mut().enumerate() {
-            *offset = l.offset(page, 0, slot + i);
-        }
+        ascend(&mut self.offsets[place..place + run], l.offset(page, 0, slot), l.token_stride);
         let end = place + run;
         for group in place / TOGETHER..end.div_ceil(TOGETHER) {
             let inside = group * TOGETHER >= place && (group + 1) * TOGETHER <= end;
@@ -109,27 +107,12 @@ impl Scales {
     }
 
     /// Brings those of one head and at most a tile of tokens, whole groups.
-    pub(super) fn take(&mut self, head: usize, tokens: Range<usize>) {
-        let base = self.of_head(head);
-        let first = tokens.start % SPLIT;
-        let groups = self.offsets[first..][..tokens.len()]
-            .as_chunks::<TOGETHER>()
-            .0
-            .iter()
-            .zip(&self.together[first / TOGETHER..]);
-        for (scales, (offsets, &together)) in self.tile.as_chunks_mut::<TOGETHER>().0.iter_mut().zip(groups) {
-            // SAFETY: `locate` checked pages and slots, `of_head` the head; the view vouches for them.
-            unsafe {
-                if together {
-                    *scales = base.wrapping_add(offsets[0]).cast::<[f32; TOGETHER]>().read();
-                } else {
-                    *scales = offsets.map(|offset| base.wrapping_add(offset).read());
-                }
-            }
-            for scale in scales {
-                *scale *= self.unit;
-            }
-        }
+    pub(super) fn take<S: Simd>(&mut self, simd: S, head: usize, tokens: Range<usize>) {
+        let (base, first) = (self.of_head(head), tokens.start % SPLIT);
+        let offsets = &self.offsets[first..][..tokens.len()];
+        let together = &self.together[first / TOGETHER..];
+        // SAFETY: `locate` checked pages and slots, `of_head` the head; the view vouches for them.
+        unsafe { simd.call(Take { base, offsets, together, unit: self.unit, into: &mut self.tile }) }
     }
 
     /// Asks for those of one head and some tokens.
@@ -144,5 +127,39 @@ impl Scales {
     fn of_head(&self, head: usize) -> *const f32 {
         assert!(head < self.layout.num_heads, "a KV head");
         self.base.wrapping_add(head * self.layout.head_stride)
+    }
+}
+
+/// Brings the scales of some tokens, whole groups, times `unit`.
+///
+/// # Safety (of running it)
+/// - All offsets from `base` are valid for reads, those of a group that is together as they follow the first.
+struct Take<'a> {
+    base: *const f32,
+    offsets: &'a [usize],
+    together: &'a [bool],
+    unit: f32,
+    into: &'a mut [f32; TILE],
+}
+
+impl<S: Simd> Job<S> for Take<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run(self, _: S) {
+        let groups = self.offsets.as_chunks::<TOGETHER>().0.iter().zip(self.together);
+        for (scales, (offsets, &together)) in self.into.as_chunks_mut::<TOGETHER>().0.iter_mut().zip(groups) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                if together {
+                    *scales = self.base.wrapping_add(offsets[0]).cast::<[f32; TOGETHER]>().read_unaligned();
+                } else {
+                    *scales = offsets.map(|offset| self.base.wrapping_add(offset).read());
+                }
+            }
+            for scale in scales {
+                *scale *= self.unit;
+            }
+        }
     }
 }

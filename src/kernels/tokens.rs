@@ -36,6 +36,15 @@ pub(super) struct Next<'a, T> {
     pub(super) parts: usize,
 }
 
+/// Fills in offsets of which each lies a `stride` behind the one before it.
+pub(super) fn ascend(offsets: &mut [usize], first: usize, stride: usize) {
+    let mut next = first;
+    for offset in offsets {
+        *offset = next;
+        next += stride;
+    }
+}
+
 impl<'a, T> Next<'a, T> {
     /// What one group of rows asks for while it passes by tokens in blocks of a size.
     #[inline(always)]
