@@ -13,12 +13,14 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
+use super::integers::Integers;
 use super::mask::Mask;
 use super::method::{Paired, Widened};
 use super::pairs::Pairs;
 use super::pass::Pass;
 use super::simd::Simd;
 use super::state::State;
+use super::stepped::{MOST_ELEMENTS, Stepped};
 use crate::dtype::{DType, F8E4M3};
 use crate::storage::{PagesView, RowsView};
 
@@ -122,6 +124,23 @@ pub(super) fn attend<S: Simd>(simd: S, call: &Call, block: &Block, splits: Range
         DType::I8 => Pass::<S, Widened<i8>>::new(simd, call, block).run(splits),
         DType::F8E4M3 => Pass::<S, Widened<F8E4M3>>::new(simd, call, block).run(splits),
     }
+}
+
+/// The same of few queries and keys and values that are integers and whole vectors, in steps; none of others.
+///
+/// # Panics
+/// As [`attend`].
+#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "no set of other CPUs has pairs yet"))]
+pub(super) fn attend_in_steps<S: Integers>(
+    simd: S,
+    call: &Call,
+    block: &Block,
+    splits: Range<usize>,
+) -> Option<State> {
+    let (k, v) = (call.key_pages.layout(), call.value_pages.layout());
+    let whole = [k.head_dim, v.head_dim].iter().all(|dim| dim.is_multiple_of(2 * S::LANES));
+    let fits = k.dtype == DType::I8 && !block.prefill && whole && k.head_dim <= MOST_ELEMENTS;
+    fits.then(|| Pass::<S, Stepped>::new(simd, call, block).run(splits))
 }
 
 /// The same where bfloat16 are multiplied in pairs, if all that is multiplied becomes bfloat16 without loss,

@@ -18,6 +18,8 @@ use super::tokens::{CACHE_LINE, Next, Tokens, prefetch};
 pub(super) struct Gather<'a, T, const R: usize, const N: usize> {
     /// `R` rows of a tile of `N`.
     pub(super) weights: *const f32,
+    /// What the sums of each row are multiplied by, where its weights were counted.
+    pub(super) steps: &'a [f32],
     pub(super) values: Tokens<'a, T>,
     /// What will be asked for after this.
     pub(super) next: Option<Next<'a, T>>,

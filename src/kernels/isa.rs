@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use super::aarch64::Neon;
 use super::scalar::Scalar;
 #[cfg(target_arch = "x86_64")]
-use super::x86_64::{Avx2, Avx512};
+use super::x86_64::{Avx2, Avx512, BF16, PLAIN};
 use crate::error::{Error, Result};
 
 /// An instruction set that kernels are written for.
@@ -37,9 +37,9 @@ pub(crate) enum Level {
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
     #[cfg(target_arch = "x86_64")]
-    Avx512(Avx512<false>),
+    Avx512(Avx512<PLAIN>),
     #[cfg(target_arch = "x86_64")]
-    Avx512Bf16(Avx512<true>),
+    Avx512Bf16(Avx512<BF16>),
 }
 
 /// Evaluates an expression with a level's proof: the one point where code becomes that of an
@@ -122,7 +122,7 @@ impl Isa {
     pub fn detect() -> Self {
         let pays = |isa: &Self| match isa {
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512Bf16 => Avx512::<true>::pays(),
+            Self::Avx512Bf16 => Avx512::<BF16>::pays(),
             _ => true,
         };
         Self::ALL.into_iter().rev().filter(pays).find(|isa| isa.is_available()).unwrap_or(Self::Scalar)

@@ -5,9 +5,10 @@ use std::marker::PhantomData;
 use half::bf16;
 
 use super::gather::Gather;
-use super::gather_pairs::TwoByTwo;
+use super::gather_pairs::{InTwos, TwoByTwo};
 use super::pack::{Widen, Zip};
 use super::pairs::Pairs;
+use super::query::QueryRow;
 use super::simd::{Simd, Stored, load};
 use super::state::Order;
 use super::tokens::Tokens;
@@ -28,10 +29,19 @@ pub(super) trait Method<S: Simd> {
     const STORED: usize;
     /// Rows of queries that go through a tile together, at most: 6, or 8 where registers allow.
     const ROWS: usize;
+    /// Whether queries and weights are counted in steps: these, rows of whole vectors, are made ready by
+    /// [`count_weights`](Self::count_weights), and sums of values begin with each tile.
+    const COUNTS: bool = false;
 
     /// The order of sums over values, and of queries, where keys and values are taken as they lie, or
     /// where they are made ready.
     fn order(as_they_lie: bool) -> Order;
+    /// Makes words of a row of queries; returns what products with it are to be multiplied by. Where these are
+    /// counted, `room` is as long as the row.
+    ///
+    /// # Safety
+    /// - What [`QueryRow`] says is so, and `into` has room for the row's words.
+    unsafe fn load_query(simd: S, row: QueryRow, room: &mut [f32], into: &mut [f32]) -> f32;
     /// Vector `c` of `C` vectors of a token's words from number `word` on. `C` is 1, or even; then they
     /// are in the order of [`order`](Self::order).
     ///
@@ -40,6 +50,11 @@ pub(super) trait Method<S: Simd> {
     unsafe fn load<const C: usize>(simd: S, token: *const Self::Element, word: usize, c: usize) -> S::F32;
     /// `c` plus the products of the elements of `a`'s words and of `b`'s.
     fn multiply_add(simd: S, a: S::F32, b: S::F32, c: S::F32) -> S::F32;
+    /// Sums of such products as floats.
+    #[inline(always)]
+    fn to_floats(_: S, sums: S::F32) -> S::F32 {
+        sums
+    }
     /// Of two tokens in a word of values, number `which`, and 0 in place of the other.
     fn only(simd: S, words: S::F32, which: usize) -> S::F32;
     /// Packs as many of a tile's values as `into` has room for: `[tokens / PER_WORD, dim rounded up to whole
@@ -51,7 +66,8 @@ pub(super) trait Method<S: Simd> {
     /// Adds weighted values that lie anywhere.
     ///
     /// # Safety
-    /// - What [`Gather`] asks for; weights are those that [`store_weights`](Self::store_weights) stored.
+    /// - What [`Gather`] asks for; weights are those that [`store_weights`](Self::store_weights) stored and
+    ///   [`count_weights`](Self::count_weights) made ready.
     unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<Self::Element, R, N>);
     /// Stores the weights of tokens `i..i + LANES` of a row, of which there are at most as many as that
     /// row has floats: two in a word where a word holds two.
@@ -59,6 +75,12 @@ pub(super) trait Method<S: Simd> {
     /// # Safety
     /// - `row` is valid for writes of `i + LANES` floats.
     unsafe fn store_weights(simd: S, row: *mut f32, i: usize, weights: S::F32);
+    /// Makes a whole row of stored weights ready, 0 where they were not stored; returns what sums of values
+    /// with it are to be multiplied by.
+    #[inline(always)]
+    fn count_weights<const N: usize>(_: S, _: &mut [f32; N]) -> f32 {
+        1.0
+    }
 }
 
 /// Each element becomes a float32.
@@ -73,6 +95,12 @@ impl<S: Simd, T: Stored> Method<S> for Widened<T> {
 
     fn order(as_they_lie: bool) -> Order {
         if as_they_lie && T::PARTED { Order::Parted(S::LANES) } else { Order::Straight }
+    }
+
+    unsafe fn load_query(simd: S, row: QueryRow, _: &mut [f32], into: &mut [f32]) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { row.widen(simd, into) }
+        1.0
     }
 
     #[inline(always)]
@@ -123,6 +151,12 @@ impl<S: Pairs, T: Words> Method<S> for Paired<T> {
         Order::Zipped { lanes: S::LANES, vectors }
     }
 
+    unsafe fn load_query(_: S, row: QueryRow, _: &mut [f32], into: &mut [f32]) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { row.copy(into) }
+        1.0
+    }
+
     #[inline(always)]
     unsafe fn load<const C: usize>(simd: S, token: *const T, word: usize, c: usize) -> S::F32 {
         let at = |c: usize| token.wrapping_add((word + c * S::LANES) * T::PER_WORD);
@@ -147,12 +181,21 @@ impl<S: Pairs, T: Words> Method<S> for Paired<T> {
 
     unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<T, R, N>) {
         // SAFETY: the caller's promise.
-        unsafe { simd.call(TwoByTwo(job)) }
+        unsafe { simd.call(TwoByTwo { gather: job, method: PhantomData::<Self> }) }
     }
 
     #[inline(always)]
     unsafe fn store_weights(simd: S, row: *mut f32, i: usize, weights: S::F32) {
         // SAFETY: half of what the caller promises.
         unsafe { simd.store_bf16(row.cast::<bf16>().add(i), weights) }
+    }
+}
+
+impl<S: Pairs, T: Words> InTwos<S> for Paired<T> {
+    const ZIPPED: bool = T::ZIPPED;
+
+    #[inline(always)]
+    fn zip(simd: S, a: S::F32, b: S::F32) -> [S::F32; 2] {
+        simd.zip(a, b)
     }
 }

@@ -13,6 +13,7 @@ mod columns;
 mod flash;
 mod gather;
 mod gather_pairs;
+mod integers;
 mod isa;
 #[cfg(feature = "bench")]
 mod limits;
@@ -35,6 +36,7 @@ mod scratch;
 mod simd;
 mod softmax;
 mod state;
+mod stepped;
 mod tile;
 mod tokens;
 mod walk;
@@ -63,8 +65,23 @@ pub(crate) fn error_bound(level: Level, call: &Call, block: &Block) -> Vec<f64> 
 /// Attention of a block over the keys of some splits, first to last.
 pub(crate) fn attend(level: Level, call: &Call, block: &Block, splits: Range<usize>) -> State {
     #[cfg(target_arch = "x86_64")]
-    if let Level::Avx512Bf16(simd) = level {
-        return flash::attend_in_pairs(simd, call, block, splits);
+    {
+        let in_steps = match level {
+            Level::Scalar(_) => None,
+            Level::Avx2(simd) => flash::attend_in_steps(simd, call, block, splits.clone()),
+            // Sums of integers are exact: they have the same bits with one instruction as with two.
+            Level::Avx512(simd) => match x86_64::Avx512::<{ x86_64::VNNI }>::new() {
+                Some(simd) => flash::attend_in_steps(simd, call, block, splits.clone()),
+                None => flash::attend_in_steps(simd, call, block, splits.clone()),
+            },
+            Level::Avx512Bf16(simd) => flash::attend_in_steps(simd, call, block, splits.clone()),
+        };
+        if let Some(state) = in_steps {
+            return state;
+        }
+        if let Level::Avx512Bf16(simd) = level {
+            return flash::attend_in_pairs(simd, call, block, splits);
+        }
     }
     isa::dispatch!(level, simd => flash::attend(simd, call, block, splits))
 }

@@ -78,7 +78,7 @@ impl<S: Simd, M: Method<S, Element = T>, T> Job<S> for Pack<'_, M, T> {
 }
 
 /// Packs as many of a tile's tokens, which become words of two bfloat16, as `into` `[tokens / 2, dim]` has room
-/// for: words of two tokens, the columns [zipped](Pairs::zip).
+/// for: words of two tokens, the columns [zipped](super::integers::Integers::zip).
 ///
 /// # Safety (of running it)
 /// - All tokens of the tile are valid for reads of `dim` elements, a multiple of `2 * LANES`.

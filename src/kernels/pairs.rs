@@ -2,18 +2,16 @@
 
 use half::bf16;
 
-use super::simd::{MOST_LANES, Simd};
+use super::integers::Integers;
+use super::simd::MOST_LANES;
 
 /// An instruction set that multiplies bfloat16 and adds the products in pairs, in float32.
 ///
 /// A word is two neighbouring bfloat16 and moves like a float, the first in its lower half; a vector
-/// holds [`LANES`](Simd::LANES) of them. To these products, subnormal numbers are 0.
-pub(super) trait Pairs: Simd {
+/// holds [`LANES`](super::simd::Simd::LANES) of them. To these products, subnormal numbers are 0.
+pub(super) trait Pairs: Integers {
     /// In each lane, `c` plus both products of a word of `a` and one of `b`.
     fn dot(self, a: Self::F32, b: Self::F32, c: Self::F32) -> Self::F32;
-    /// Words of one bfloat16 of `a` and one of `b` each; of every eight, the first four in the first
-    /// vector.
-    fn zip(self, a: Self::F32, b: Self::F32) -> [Self::F32; 2];
     /// Loads `2 * LANES` bytes, eight to the first half of every sixteen of a vector; the second halves are 0.
     ///
     /// # Safety
@@ -23,7 +21,7 @@ pub(super) trait Pairs: Simd {
     /// first vector.
     fn words_of_i8(self, bytes: Self::F32) -> [Self::F32; 2];
     /// The same of bytes that are [`F8E4M3`](crate::dtype::F8E4M3), each 2^-8 of what it stands for, as
-    /// [`load_f8`](Simd::load_f8) has them.
+    /// [`load_f8`](super::simd::Simd::load_f8) has them.
     fn words_of_f8(self, bytes: Self::F32) -> [Self::F32; 2];
     /// Each word's number `which`, 0 or 1, and 0 in place of the other.
     fn only(self, words: Self::F32, which: usize) -> Self::F32;
@@ -47,7 +45,7 @@ pub(super) fn zip_words(row: &mut [f32], lanes: usize) {
     }
 }
 
-/// Brings sums over zipped values into the order of their elements: the way back of [`zip`](Pairs::zip),
+/// Brings sums over zipped values into the order of their elements: the way back of [`zip`](Integers::zip),
 /// which makes 2 vectors, or of zipping what bytes became, 4.
 pub(super) fn unzip(row: &mut [f32], lanes: usize, vectors: usize) {
     let mut joined = [0.0; 4 * MOST_LANES];

@@ -6,7 +6,7 @@ use super::flash::{Block, Call, SPLIT};
 use super::method::{Method, PACKED_ROWS};
 use super::places::Places;
 use super::prepared::Prepared;
-use super::query;
+use super::query::{self, Query};
 use super::scales::{PairOfScales, TileScales};
 use super::scratch::Scratch;
 use super::simd::Simd;
@@ -33,11 +33,11 @@ pub(super) struct Rows<'a, S> {
     /// Rows of each KV head, and those of them that go through a tile together.
     per_head: usize,
     at_once: usize,
-    /// `[kv_heads, rows, key_words]` in the order of [`State`], as words of the method, padded with
-    /// zeros, inside each group of rows in the order in which its keys are taken.
-    query: Scratch,
+    query: Query,
     /// `[kv_heads, rows, tokens of a tile]`: dot products, then weights.
     scores: Scratch,
+    /// `[kv_heads, rows]`: what sums over a tile's values are multiplied by.
+    steps: Scratch,
     /// Words of a key and elements of a value, rounded up to whole vectors.
     pub(super) key_words: usize,
     pub(super) value_dim: usize,
@@ -67,7 +67,9 @@ impl<S: Simd> Rows<'_, S> {
             block: self.block,
             first_head: (self.block.first_kv_head + kv_head) * self.call.group(),
             start: tile * N,
-            query: &self.query[kv_head * rows * key_words..][..rows * key_words],
+            query: &self.query.words[kv_head * rows * key_words..][..rows * key_words],
+            query_steps: &self.query.steps[kv_head * rows..][..rows],
+            steps: &mut self.steps[kv_head * rows..][..rows],
             key_words,
             value_dim,
             at_once: self.at_once,
@@ -109,6 +111,7 @@ impl<'a, S: Simd, M: Method<S>> Pass<'a, S, M> {
                 scores: Scratch::zeros(
                     block.num_kv_heads * rows * if block.prefill { TILE } else { SHORT_TILE },
                 ),
+                steps: Scratch::zeros(block.num_kv_heads * rows),
                 key_words,
                 value_dim,
                 state: State::new(block.rows(call), value_dim, order),

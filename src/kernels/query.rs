@@ -9,7 +9,6 @@ use super::flash::{Block, Call};
 use super::method::Method;
 use super::pack::Widen;
 use super::pairs::zip_words;
-use super::rows::load_row;
 use super::scratch::Scratch;
 use super::simd::{Simd, Stored, part_neighbours};
 use super::state::Order;
@@ -20,9 +19,60 @@ use crate::storage::RowsView;
 /// Tokens from a query that is loaded to one that is asked for: a head's rows lie far apart.
 const AHEAD: usize = 4;
 
-/// `[kv_heads, rows, key_words]` in the order of [`State`](super::state::State), widened, padded with
-/// zeros and parted for so many lanes. Of the rows that go through a tile together, vectors take turns,
-/// except where keys are packed.
+/// A row of queries, where it lies.
+#[derive(Clone, Copy)]
+pub(super) struct QueryRow {
+    /// Valid for reads of `dim` elements of `dtype`.
+    from: *const u8,
+    dtype: DType,
+    pub(super) dim: usize,
+}
+
+impl QueryRow {
+    /// Copies it as it is.
+    ///
+    /// # Safety
+    /// - It is as long as `into` at most.
+    pub(super) unsafe fn copy(self, into: &mut [f32]) {
+        let bytes = self.dim * self.dtype.size();
+        // SAFETY: the caller's promise; any bits are floats.
+        unsafe { into.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(self.from, bytes) }
+    }
+
+    /// Widens it; what is left of `into`, less than a vector, stays.
+    ///
+    /// # Safety
+    /// - It is valid for reads.
+    pub(super) unsafe fn widen<S: Simd>(self, simd: S, into: &mut [f32]) {
+        /// # Safety
+        /// - As for the method; elements are `T`.
+        unsafe fn each<S: Simd, T: Stored>(simd: S, row: QueryRow, into: &mut [f32]) {
+            let tokens = Tokens::<T> { base: row.from, offsets: &[0; TILE], stored: PhantomData };
+            // SAFETY: `into` is one row, so of the tile's tokens the first is read; the caller's promise.
+            unsafe { simd.call(Widen { tokens, dim: row.dim, into }) }
+        }
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.dtype {
+                DType::F32 => each::<S, f32>(simd, self, into),
+                DType::F16 => each::<S, f16>(simd, self, into),
+                DType::BF16 => each::<S, bf16>(simd, self, into),
+                dtype => unreachable!("queries of {dtype}"),
+            }
+        }
+    }
+}
+
+/// A block's queries, as a method takes them.
+pub(super) struct Query {
+    /// `[kv_heads, rows, key_words]` in the order of [`State`](super::state::State), padded with zeros. Of the
+    /// rows that go through a tile together, vectors take turns, except where keys are packed.
+    pub(super) words: Scratch,
+    /// `[kv_heads, rows]`: what products are multiplied by.
+    pub(super) steps: Scratch,
+}
+
+/// Loads a block's queries.
 pub(super) fn load<S: Simd, M: Method<S>>(
     simd: S,
     call: &Call,
@@ -30,11 +80,13 @@ pub(super) fn load<S: Simd, M: Method<S>>(
     key_words: usize,
     at_once: usize,
     order: Order,
-) -> Scratch {
-    let (group, head_dim) = (call.group(), call.query.shape()[2]);
+) -> Query {
+    let (group, dim, dtype) = (call.group(), call.query.shape()[2], call.query.dtype());
     let rows = group * block.num_queries;
-    let mut query = Scratch::zeros(rows * block.num_kv_heads * key_words);
+    let mut words = Scratch::zeros(rows * block.num_kv_heads * key_words);
+    let mut steps = Scratch::zeros(rows * block.num_kv_heads);
     let mut one = Scratch::zeros(key_words);
+    let mut room = Scratch::zeros(if M::COUNTS { dim } else { 0 });
     for row in 0..rows * block.num_kv_heads {
         let (kv_head, rest) = (block.first_kv_head + row / rows, row % rows);
         let (token, head) = (block.first_row + rest / group, kv_head * group + rest % group);
@@ -43,14 +95,7 @@ pub(super) fn load<S: Simd, M: Method<S>>(
         }
         let from = call.query.row(token, head);
         // SAFETY: `row` checked the index; the view vouches for the row's elements, of this type.
-        unsafe {
-            match call.query.dtype() {
-                _ if M::PER_WORD > 1 => copy(from, head_dim * call.query.dtype().size(), &mut one),
-                DType::F16 => widen::<S, f16>(simd, from, head_dim, &mut one),
-                DType::BF16 => widen::<S, bf16>(simd, from, head_dim, &mut one),
-                _ => load_row(&call.query, token, head, &mut one[..head_dim]),
-            }
-        }
+        steps[row] = unsafe { M::load_query(simd, QueryRow { from, dtype, dim }, &mut room, &mut one) };
         match order {
             Order::Parted(lanes) => part_neighbours(&mut one, lanes),
             Order::Zipped { lanes, vectors: 4 } => zip_words(&mut one, lanes),
@@ -58,33 +103,14 @@ pub(super) fn load<S: Simd, M: Method<S>>(
         }
         let (first, in_group) = (row - rest % at_once, rest % at_once);
         let count = at_once.min(rows - (rest - in_group));
-        let into = &mut query[first * key_words..][..count * key_words];
+        let into = &mut words[first * key_words..][..count * key_words];
         if block.prefill {
             into[in_group * key_words..][..key_words].copy_from_slice(&one);
         } else {
             take_turns(&one, into, S::LANES, in_group, count);
         }
     }
-    query
-}
-
-/// Copies one row, whose elements share words.
-///
-/// # Safety
-/// - `from` is valid for reads of `bytes`, and is as long as `into` at most.
-unsafe fn copy(from: *const u8, bytes: usize, into: &mut [f32]) {
-    // SAFETY: the caller's promise; any bits are floats.
-    unsafe { into.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(from, bytes) }
-}
-
-/// Widens one row.
-///
-/// # Safety
-/// - `from` is valid for reads of `dim` elements of `T`.
-unsafe fn widen<S: Simd, T: Stored>(simd: S, from: *const u8, dim: usize, into: &mut [f32]) {
-    let tokens = Tokens::<T> { base: from, offsets: &[0; TILE], stored: PhantomData };
-    // SAFETY: `into` is one row, so of the tile's tokens the first is read; the caller's promise.
-    unsafe { simd.call(Widen { tokens, dim, into }) }
+    Query { words, steps }
 }
 
 /// Copies a row in pieces of `lanes` to where it takes turns as number `turn` of `count`.

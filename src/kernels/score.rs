@@ -45,7 +45,7 @@ impl<S: Simd, M: Method<S, Element = T>, T, const R: usize, const N: usize> Job<
         let at_once = match (R, S::REGISTERS) {
             (1, _) => 8,
             (2, _) => 4,
-            (_, 32..) if bytes => 4,
+            (_, 32..) if bytes || M::COUNTS && R <= 4 => 4,
             (3, ..32) => 3,
             _ => 2,
         };
@@ -90,6 +90,9 @@ impl<M, T, const R: usize, const N: usize> Score<'_, M, T, R, N> {
         } else {
             // SAFETY: the caller's promise.
             unsafe { self.products::<S, K>(simd, keys, next, &mut sums) }
+        }
+        for sum in sums.as_flattened_mut() {
+            *sum = M::to_floats(simd, *sum);
         }
         let mut dots = [[0.0; K]; R];
         let (flat, into) = (sums.as_flattened(), dots.as_flattened_mut());

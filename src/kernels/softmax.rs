@@ -37,9 +37,10 @@ pub(super) struct Row<'a, const N: usize> {
 
 impl<const N: usize> Row<'_, N> {
     /// Turns dot products into weights relative to the new maximum (times the scales of values), and
-    /// carries the running sums over to it.
+    /// carries the running sums over to it. Returns what sums over values with these weights are to be
+    /// multiplied by.
     #[inline(always)]
-    pub(super) fn weigh<S: Simd, M: Method<S>>(mut self, simd: S) {
+    pub(super) fn weigh<S: Simd, M: Method<S>>(mut self, simd: S) -> f32 {
         let Logit { scale, soft_cap, slope, .. } = self.logit;
         let whole = self.seen.start == 0 && self.seen.end == N;
         let mut sum = simd.splat(0.0);
@@ -53,29 +54,48 @@ impl<const N: usize> Row<'_, N> {
                 max = simd.max(simd.mul(unsafe { simd.load(self.scores.as_ptr().add(i)) }, scale), max);
             }
             let reference = self.reference(simd, max);
-            // As many at once as registers hold beside constants.
-            // SAFETY: a whole tile of vectors, whose number both divide.
-            unsafe {
-                if S::REGISTERS >= 32 {
-                    for i in (0..N).step_by(4 * S::LANES) {
-                        sum = self.weights::<S, M, 4>(simd, i, scale, reference, sum);
-                    }
-                } else {
-                    for i in (0..N).step_by(2 * S::LANES) {
-                        sum = self.weights::<S, M, 2>(simd, i, scale, reference, sum);
-                    }
-                }
-            }
+            sum = self.whole_tile::<S, M>(simd, scale, reference);
         } else {
-            let vectors = (self.seen.start / S::LANES * S::LANES..self.seen.end).step_by(S::LANES);
+            let (start, end) =
+                (self.seen.start / S::LANES * S::LANES, self.seen.end.next_multiple_of(S::LANES));
+            let vectors = (start..end).step_by(S::LANES);
             let max = self.logits(simd, vectors.clone(), whole);
             let reference = self.reference(simd, max);
-            for i in vectors {
-                // SAFETY: as above.
-                sum = unsafe { self.weights::<S, M, 1>(simd, i, simd.splat(1.0), reference, sum) };
+            if whole {
+                sum = self.whole_tile::<S, M>(simd, simd.splat(1.0), reference);
+            } else {
+                for i in vectors {
+                    // SAFETY: `i` is a multiple of LANES inside the tile, whose size is one too.
+                    sum = unsafe { self.weights::<S, M, 1>(simd, i, simd.splat(1.0), reference, sum) };
+                }
+                if M::COUNTS {
+                    self.scores[..start].fill(0.0);
+                    self.scores[end..].fill(0.0);
+                }
             }
         }
         *self.sum += simd.sum(sum);
+        M::count_weights(simd, self.scores)
+    }
+
+    /// Turns all vectors, times `scale`, into weights; returns their sums.
+    #[inline(always)]
+    fn whole_tile<S: Simd, M: Method<S>>(&mut self, simd: S, scale: S::F32, reference: S::F32) -> S::F32 {
+        let mut sum = simd.splat(0.0);
+        // As many at once as registers hold beside constants.
+        // SAFETY: a whole tile of vectors, whose number both divide.
+        unsafe {
+            if S::REGISTERS >= 32 {
+                for i in (0..N).step_by(4 * S::LANES) {
+                    sum = self.weights::<S, M, 4>(simd, i, scale, reference, sum);
+                }
+            } else {
+                for i in (0..N).step_by(2 * S::LANES) {
+                    sum = self.weights::<S, M, 2>(simd, i, scale, reference, sum);
+                }
+            }
+        }
+        sum
     }
 
     /// `inside` for the tokens of a vector from number `from` on that are seen, else `outside`: a select, not a

@@ -15,7 +15,7 @@ pub(super) enum Order {
     Straight,
     /// As [`part_neighbours`](super::simd::part_neighbours) leaves them.
     Parted(usize),
-    /// Of sums over values that [`zip`](super::pairs::Pairs::zip) put together; queries are straight where that
+    /// Of sums over values that [`zip`](super::integers::Integers::zip) put together; queries are straight where that
     /// takes 2 `vectors`, and their [words zipped](super::pairs::zip_words) where it takes 4.
     Zipped {
         /// Of a vector.

@@ -53,6 +53,8 @@ pub(super) struct Tile<'a, S, const N: usize> {
     pub(super) whole: bool,
     /// `[rows, key_words]`, inside each group in the order in which its keys are taken.
     pub(super) query: &'a [f32],
+    /// What products with each row are multiplied by.
+    pub(super) query_steps: &'a [f32],
     /// Words of a key and elements of a value, rounded up to whole vectors.
     pub(super) key_words: usize,
     pub(super) value_dim: usize,
@@ -60,6 +62,8 @@ pub(super) struct Tile<'a, S, const N: usize> {
     pub(super) scales: Option<TileScales<'a>>,
     /// `[rows, N]`: dot products, then weights.
     pub(super) scores: &'a mut [f32],
+    /// What each row's sums over this tile's values are multiplied by.
+    pub(super) steps: &'a mut [f32],
     /// The rows' part of [`State`](super::state::State).
     pub(super) acc: &'a mut [f32],
     pub(super) max: &'a mut [f32],
@@ -196,8 +200,10 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
         let (first, last) = (self.seen(rows.start), self.seen(rows.end - 1));
         // SAFETY: the caller's promise.
         unsafe {
-            if first == last {
-                return self.gather::<M>(rows, values, next, first);
+            // One sum of integers per row and tile, whichever rows it goes with: what a row doesn't see
+            // weighs nothing there, and is a number.
+            if first == last || M::COUNTS {
+                return self.gather::<M>(rows, values, next, first.start..last.end);
             }
             // Whole words, of which no row sees a part.
             let (start, end) =
@@ -232,21 +238,28 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
         let (simd, dim) = (self.simd, self.value_dim);
         let acc = self.acc[rows.start * dim..rows.end * dim].as_mut_ptr();
         let weights = self.scores[rows.start * N..rows.end * N].as_ptr();
+        let steps = &self.steps[rows.clone()];
         // SAFETY: `weights` and `acc` have so many rows; the caller's promise for stored values. Packed
         // ones are a tile.
         unsafe {
             match values {
                 Values::Stored(values) => match rows.len() {
-                    1 => M::gather(simd, Gather::<_, 1, N> { weights, values, next, seen, dim, acc }),
-                    2 => M::gather(simd, Gather::<_, 2, N> { weights, values, next, seen, dim, acc }),
-                    3 => M::gather(simd, Gather::<_, 3, N> { weights, values, next, seen, dim, acc }),
-                    4 => M::gather(simd, Gather::<_, 4, N> { weights, values, next, seen, dim, acc }),
-                    5 => M::gather(simd, Gather::<_, 5, N> { weights, values, next, seen, dim, acc }),
-                    6 => M::gather(simd, Gather::<_, 6, N> { weights, values, next, seen, dim, acc }),
+                    1 => M::gather(simd, Gather::<_, 1, N> { weights, steps, values, next, seen, dim, acc }),
+                    2 => M::gather(simd, Gather::<_, 2, N> { weights, steps, values, next, seen, dim, acc }),
+                    3 => M::gather(simd, Gather::<_, 3, N> { weights, steps, values, next, seen, dim, acc }),
+                    4 => M::gather(simd, Gather::<_, 4, N> { weights, steps, values, next, seen, dim, acc }),
+                    5 => M::gather(simd, Gather::<_, 5, N> { weights, steps, values, next, seen, dim, acc }),
+                    6 => M::gather(simd, Gather::<_, 6, N> { weights, steps, values, next, seen, dim, acc }),
                     // Not compiled for methods that never need them.
                     rows if M::ROWS > 6 => match rows {
-                        7 => M::gather(simd, Gather::<_, 7, N> { weights, values, next, seen, dim, acc }),
-                        _ => M::gather(simd, Gather::<_, 8, N> { weights, values, next, seen, dim, acc }),
+                        7 => M::gather(
+                            simd,
+                            Gather::<_, 7, N> { weights, steps, values, next, seen, dim, acc },
+                        ),
+                        _ => M::gather(
+                            simd,
+                            Gather::<_, 8, N> { weights, steps, values, next, seen, dim, acc },
+                        ),
                     },
                     rows => unreachable!("{rows} rows"),
                 },
@@ -281,17 +294,23 @@ impl<S: Simd, M: Method<S>, const N: usize> Job<S> for Weigh<'_, '_, S, M, N> {
         for query in 0..tile.max.len() / group {
             let seen = tile.seen(query * group);
             if seen.is_empty() {
+                if M::COUNTS {
+                    let rows = query * group..(query + 1) * group;
+                    tile.scores[rows.start * N..rows.end * N].fill(0.0);
+                    tile.steps[rows].fill(0.0);
+                }
                 continue;
             }
             let distance = (tile.start as i64 - tile.block.position - query as i64) as f32;
             let (tiles, _) = tile.scores.as_chunks_mut::<N>();
             for head in 0..group {
                 let row = query * group + head;
+                let step = &mut tile.steps[row];
                 let row = Row {
                     scores: &mut tiles[row],
                     seen: seen.clone(),
                     logit: Logit {
-                        scale: tile.call.scale,
+                        scale: tile.call.scale * tile.query_steps[row],
                         soft_cap: tile.call.soft_cap,
                         slope: tile.call.slopes.map_or(0.0, |slopes| slopes[tile.first_head + head]),
                         distance,
@@ -301,7 +320,7 @@ impl<S: Simd, M: Method<S>, const N: usize> Job<S> for Weigh<'_, '_, S, M, N> {
                     sum: &mut tile.sum[row],
                     acc: &mut tile.acc[row * dim..][..dim],
                 };
-                row.weigh::<S, M>(simd);
+                *step = row.weigh::<S, M>(simd);
             }
         }
     }

@@ -364,6 +364,18 @@ impl Case {
         (out, lse)
     }
 
+    /// Whether a sequence of so many queries is counted in steps of a 32767th of the largest number.
+    pub(crate) fn in_steps(&self, isa: Isa, queries: usize) -> bool {
+        let together = match isa {
+            Isa::Avx2 => 16,
+            Isa::Avx512 | Isa::Avx512Bf16 => 32,
+            _ => return false,
+        };
+        self.kv_dtype == DType::I8
+            && [self.head_dim, self.v_head_dim].iter().all(|dim| dim.is_multiple_of(together))
+            && queries < 16
+    }
+
     /// Whether a sequence of so many queries has its products taken in pairs of bfloat16.
     pub(crate) fn in_pairs(&self, isa: Isa, queries: usize) -> bool {
         let together = match self.kv_dtype {
@@ -375,12 +387,14 @@ impl Case {
             && self.query_dtype == DType::BF16
             && [self.head_dim, self.v_head_dim].iter().all(|dim| dim.is_multiple_of(together))
             && (self.group > 1 || queries >= 16 || self.kv_dtype == DType::F8E4M3)
+            && !self.in_steps(isa, queries)
     }
 
     /// Largest errors of output (values lie in -1..1) and lse that are allowed: a few roundings of
     /// the logits, whose absolute error becomes a relative one of the weights, and of the output; in
-    /// pairs, of the weights to eight bits too.
-    fn tolerances(&self, in_pairs: bool) -> (f64, f64) {
+    /// pairs, of the weights to eight bits too; in steps, of queries and of a tile's weights to a 32767th of
+    /// the largest.
+    fn tolerances(&self, isa: Isa, queries: usize) -> (f64, f64) {
         let scale = self.scale.map_or_else(|| (self.head_dim as f64).sqrt().recip(), f64::from);
         // Typical, not worst, case of the sum of head_dim products and of the largest bias.
         let root = (self.head_dim as f64).sqrt();
@@ -390,7 +404,11 @@ impl Case {
         let bias = self.slopes.iter().flatten().fold(0.0_f64, |max, &s| max.max(f64::from(s.abs())));
         let far = self.sequences.iter().map(|s| s.0).max().unwrap_or(0) as f64;
         let sink = self.sinks.iter().flatten().fold(0.0_f64, |max, &s| max.max(f64::from(s.abs())));
-        let rounding = 1e-7 * (4.0 + logit + 0.3 * bias * far.min(40.0 / bias.max(1e-3)) + 0.3 * sink);
+        // Half a step of the query for each element of a key, mostly of different signs.
+        let in_steps = if self.in_steps(isa, queries) { 1.0 / 32767.0 } else { 0.0 };
+        let query = in_steps * f64::from(self.magnitude) * scale.abs() * root;
+        let rounding =
+            query + 1e-7 * (4.0 + logit + 0.3 * bias * far.min(40.0 / bias.max(1e-3)) + 0.3 * sink);
         let output = match self.query_dtype {
             DType::F16 => 1.0 / 4096.0,
             DType::BF16 => 1.0 / 512.0,
@@ -399,7 +417,8 @@ impl Case {
         // Eight bits of floating point in steps that a head's scale sets may lie beyond 1, where the output's
         // are twice as far apart.
         let output = if self.head_scales { 2.0 * output } else { output };
-        let weights = if in_pairs { 1.0 / 256.0 } else { 0.0 };
+        // Of the keys in a tile, few weigh as much as the heaviest.
+        let weights = if self.in_pairs(isa, queries) { 1.0 / 256.0 } else { 4.0 * in_steps };
         (rounding + output + weights, 2.0 * rounding + 1e-7 * bias * far)
     }
 
@@ -410,7 +429,7 @@ impl Case {
             let got = self.run(isa, pool(1 + self.seed as usize % 2));
             let row_dim = self.v_head_dim;
             let of_sequence = |&(_, queries): &(usize, usize)| {
-                let tolerances = self.tolerances(self.in_pairs(isa, queries));
+                let tolerances = self.tolerances(isa, queries);
                 std::iter::repeat_n(tolerances, queries * self.num_heads())
             };
             let of_row: Vec<_> = self.sequences.iter().flat_map(of_sequence).collect();

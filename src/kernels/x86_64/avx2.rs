@@ -3,19 +3,21 @@
 use std::arch::x86_64::{
     __m256, _CMP_LT_OQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1, _mm_add_ps, _mm_and_si128,
     _mm_cvtepi8_epi16, _mm_cvtss_f32, _mm_loadl_epi64, _mm_loadu_si128, _mm_max_ps, _mm_max_ss,
-    _mm_movehdup_ps, _mm_movehl_ps, _mm_prefetch, _mm_set1_epi16, _mm_slli_epi16, _mm_storeu_ps,
-    _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps, _mm256_and_si256, _mm256_andnot_ps, _mm256_blendv_ps,
-    _mm256_castpd_ps, _mm256_castps_pd, _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_cmp_ps,
+    _mm_movehdup_ps, _mm_movehl_ps, _mm_packs_epi32, _mm_prefetch, _mm_set1_epi16, _mm_slli_epi16,
+    _mm_storeu_ps, _mm_storeu_si128, _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps, _mm256_and_si256,
+    _mm256_andnot_ps, _mm256_blendv_ps, _mm256_castpd_ps, _mm256_castps_pd, _mm256_castps_si256,
+    _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi8_epi16,
     _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32,
-    _mm256_div_ps, _mm256_extractf128_ps, _mm256_fmadd_ps, _mm256_hadd_ps, _mm256_loadu_ps,
-    _mm256_loadu_si256, _mm256_max_ps, _mm256_movemask_ps, _mm256_mul_ps, _mm256_or_ps,
-    _mm256_permute2f128_ps, _mm256_round_ps, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_ps,
-    _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps, _mm256_unpackhi_pd, _mm256_unpackhi_ps,
-    _mm256_unpacklo_pd, _mm256_unpacklo_ps,
+    _mm256_div_ps, _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_hadd_ps,
+    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_madd_epi16, _mm256_max_ps, _mm256_movemask_ps, _mm256_mul_ps,
+    _mm256_or_ps, _mm256_permute2f128_ps, _mm256_round_ps, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_ps,
+    _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps, _mm256_unpackhi_epi16, _mm256_unpackhi_pd,
+    _mm256_unpackhi_ps, _mm256_unpacklo_epi16, _mm256_unpacklo_pd, _mm256_unpacklo_ps,
 };
 
 use half::{bf16, f16};
 
+use super::super::integers::Integers;
 use super::super::simd::{Job, MOST_LANES, Simd};
 use crate::dtype::F8E4M3;
 
@@ -214,5 +216,50 @@ impl Simd for Avx2 {
         // Into the second level: the first holds the tile at work.
         // SAFETY: a prefetch of any address is allowed.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+    }
+}
+
+impl Integers for Avx2 {
+    #[inline(always)]
+    unsafe fn load_i16(self, from: *const i8) -> __m256 {
+        // SAFETY: the caller's promise; `self` proves the CPU features.
+        unsafe { _mm256_castsi256_ps(_mm256_cvtepi8_epi16(_mm_loadu_si128(from.cast()))) }
+    }
+
+    #[inline(always)]
+    fn dot_i16(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe {
+            let [a, b, c] = [a, b, c].map(|x| _mm256_castps_si256(x));
+            _mm256_castsi256_ps(_mm256_add_epi32(c, _mm256_madd_epi16(a, b)))
+        }
+    }
+
+    #[inline(always)]
+    fn zip(self, a: __m256, b: __m256) -> [__m256; 2] {
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe {
+            let (a, b) = (_mm256_castps_si256(a), _mm256_castps_si256(b));
+            [
+                _mm256_castsi256_ps(_mm256_unpacklo_epi16(a, b)),
+                _mm256_castsi256_ps(_mm256_unpackhi_epi16(a, b)),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    fn to_floats(self, a: __m256) -> __m256 {
+        // SAFETY: `self` proves that the CPU has the features.
+        unsafe { _mm256_cvtepi32_ps(_mm256_castps_si256(a)) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_i16(self, to: *mut i16, a: __m256) {
+        // SAFETY: the caller's promise; `self` proves the CPU features.
+        unsafe {
+            let wide = _mm256_cvtps_epi32(a);
+            let (low, high) = (_mm256_castsi256_si128(wide), _mm256_extracti128_si256::<1>(wide));
+            _mm_storeu_si128(to.cast(), _mm_packs_epi32(low, high));
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! AVX-512 (F, BW, DQ, VL), with or without BF16: sixteen lanes, thirty-two registers.
+//! AVX-512 (F, BW, DQ, VL), with or without VNNI and BF16: sixteen lanes, thirty-two registers.
 
 use half::{bf16, f16};
 use std::arch::x86_64::{
@@ -18,12 +18,18 @@ use std::arch::x86_64::{
 use super::super::simd::{Job, MOST_LANES, Simd};
 use crate::dtype::F8E4M3;
 
-/// Proof that the CPU has AVX-512 F, BW, DQ and VL, besides what AVX2 stands for, and BF16 and VBMI where
-/// `BF16` asks for them.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Avx512<const BF16: bool>(());
+/// Nothing besides AVX-512 F, BW, DQ and VL.
+pub(crate) const PLAIN: u8 = 0;
+/// VNNI: products of integers that are added at once.
+pub(crate) const VNNI: u8 = 1;
+/// BF16 and VBMI, besides VNNI.
+pub(crate) const BF16: u8 = 2;
 
-impl<const BF16: bool> Avx512<BF16> {
+/// Proof that the CPU has AVX-512 F, BW, DQ and VL, besides what AVX2 stands for, and what `MORE` names.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx512<const MORE: u8>(());
+
+impl<const MORE: u8> Avx512<MORE> {
     /// Asks the CPU, and the system, which must save the registers.
     pub(crate) fn new() -> Option<Self> {
         (super::Avx2::new().is_some()
@@ -31,12 +37,14 @@ impl<const BF16: bool> Avx512<BF16> {
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
-            && (!BF16 || is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vbmi")))
+            && (MORE < VNNI || is_x86_feature_detected!("avx512vnni"))
+            && (MORE < BF16
+                || is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vbmi")))
         .then_some(Self(()))
     }
 }
 
-impl Avx512<true> {
+impl Avx512<BF16> {
     /// Whether products in pairs are faster than float32 multiply-adds: Intel's servers begin one in the time
     /// of two or more multiply-adds.
     pub(crate) fn pays() -> bool {
@@ -58,26 +66,32 @@ macro_rules! values {
     )*};
 }
 
-impl<const BF16: bool> Simd for Avx512<BF16> {
+impl<const MORE: u8> Simd for Avx512<MORE> {
     type F32 = __m512;
     const LANES: usize = 16;
     const REGISTERS: usize = 32;
 
     unsafe fn call<J: Job<Self>>(self, job: J) -> J::Output {
-        #[inline(never)]
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-        unsafe fn without<S, J: Job<S>>(simd: S, job: J) -> J::Output {
-            // SAFETY: the caller's promise.
-            unsafe { job.run(simd) }
+        /// A function of its own for each set of features.
+        macro_rules! compiled {
+            ($features:literal) => {{
+                #[inline(never)]
+                #[target_feature(enable = $features)]
+                unsafe fn compiled<S, J: Job<S>>(simd: S, job: J) -> J::Output {
+                    // SAFETY: the caller's promise.
+                    unsafe { job.run(simd) }
+                }
+                // SAFETY: `self` proves that the CPU has these features; the caller's promise for the job.
+                unsafe { compiled(self, job) }
+            }};
         }
-        #[inline(never)]
-        #[target_feature(enable = "avx512bf16,avx512vbmi,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-        unsafe fn with<S, J: Job<S>>(simd: S, job: J) -> J::Output {
-            // SAFETY: the caller's promise.
-            unsafe { job.run(simd) }
+        match MORE {
+            PLAIN => compiled!("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"),
+            VNNI => compiled!("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"),
+            _ => {
+                compiled!("avx512bf16,avx512vbmi,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+            }
         }
-        // SAFETY: `self` proves that the CPU has these features; the caller's promise for the job.
-        unsafe { if BF16 { with(self, job) } else { without(self, job) } }
     }
 
     values! {

@@ -5,32 +5,20 @@ use std::arch::x86_64::{
     _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmpeq_epi8_mask, _mm512_cvtneps_pbh, _mm512_dpbf16_ps,
     _mm512_load_si512, _mm512_mask_mov_epi8, _mm512_maskz_expandloadu_epi64, _mm512_permutex2var_epi8,
     _mm512_set1_epi8, _mm512_set1_epi32, _mm512_ternarylogic_epi32, _mm512_unpackhi_epi8,
-    _mm512_unpackhi_epi16, _mm512_unpacklo_epi8, _mm512_unpacklo_epi16,
+    _mm512_unpacklo_epi8,
 };
 use std::mem::transmute;
 
 use half::bf16;
 
 use super::super::pairs::Pairs;
-use super::avx512::Avx512;
+use super::avx512::{Avx512, BF16};
 
-impl Pairs for Avx512<true> {
+impl Pairs for Avx512<BF16> {
     #[inline(always)]
     fn dot(self, a: __m512, b: __m512, c: __m512) -> __m512 {
         // SAFETY: `self` proves that the CPU has the features; the types only name what bits are for.
         unsafe { _mm512_dpbf16_ps(c, transmute::<__m512, __m512bh>(a), transmute::<__m512, __m512bh>(b)) }
-    }
-
-    #[inline(always)]
-    fn zip(self, a: __m512, b: __m512) -> [__m512; 2] {
-        // SAFETY: `self` proves that the CPU has the features.
-        unsafe {
-            let (a, b) = (_mm512_castps_si512(a), _mm512_castps_si512(b));
-            [
-                _mm512_castsi512_ps(_mm512_unpacklo_epi16(a, b)),
-                _mm512_castsi512_ps(_mm512_unpackhi_epi16(a, b)),
-            ]
-        }
     }
 
     #[inline(always)]
