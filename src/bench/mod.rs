@@ -8,6 +8,7 @@ pub mod attention;
 pub mod measure;
 pub mod peers;
 pub mod pool;
+mod shapes;
 
 /// One measured figure.
 #[derive(Clone, Debug, PartialEq)]
