@@ -5,8 +5,9 @@
 //! the rate of multiply-adds, or of products of bfloat16 in pairs where the CPU has them (prefill).
 //!
 //! Words behind `--` choose: names of cases (`d1` to `d6`, `c1`, `p1`, `p2`), dtypes (`bfloat16`), page
-//! sizes (`page=16`), threads (`threads=1`), repetitions (`times=9`); `PAGED_KV_ISA` the instruction
-//! set.
+//! sizes (`page=16`), threads (`threads=1`), repetitions (`times=9`), instruction sets (`isa=avx2`). Of
+//! several sets, rows of the second and later ones stand beside those of the first. Without any it is
+//! the process's, which `PAGED_KV_ISA` chooses.
 
 use paged_kv::bench::attention::{Plan, SHAPES, attention};
 use paged_kv::kernels::Isa;
@@ -34,17 +35,27 @@ fn main() {
     if !dtypes.is_empty() {
         plan.dtypes = dtypes;
     }
-    println!("instruction set: {}", Isa::current().expect("a CPU that has it"));
+    let isas = words.iter().filter_map(|word| word.strip_prefix("isa="));
+    plan.isas = isas.map(|name| name.parse().expect("an instruction set of this CPU")).collect();
+    let measured = if plan.isas.is_empty() {
+        vec![Isa::current().expect("a CPU that has it")]
+    } else {
+        plan.isas.clone()
+    };
+    let several = measured.len() > 1;
+    let width = if several { 46 } else { 34 };
+    println!("instruction set: {}", measured.iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", "));
     println!(
-        "{:<34} {:>7} {:>9} {:>15} {:>9} {:>6} {:>8}",
+        "{:<width$} {:>7} {:>9} {:>15} {:>9} {:>6} {:>8}",
         "case", "threads", "value", "quartiles", "limit", "ratio", "kept"
     );
     let print = |records: &[paged_kv::bench::Record]| {
-        for r in records.iter().filter(|r| r.implementation == "paged_kv") {
+        // The limits of later sets are the yardstick of none: shown themselves.
+        for r in records.iter().filter(|r| several || r.implementation == "paged_kv") {
             let kept = format!("{}/{}", r.kept, r.kept + r.discarded);
             let quartiles = format!("{:.1} - {:.1}", r.quartiles[0], r.quartiles[1]);
             println!(
-                "{:<34} {:>7} {:>9.1} {quartiles:>15} {:>9.1} {:>6.2} {kept:>8}",
+                "{:<width$} {:>7} {:>9.1} {quartiles:>15} {:>9.1} {:>6.2} {kept:>8}",
                 r.case, r.threads, r.value, r.limit, r.ratio
             );
         }

@@ -406,6 +406,7 @@ def bench_attention(
     dtypes: _Seq[str] | None = None,
     page_sizes: _Seq[int] | None = None,
     threads: _Seq[int] | None = None,
+    isas: _Seq[str] | None = None,
     rotated_bytes: int = 1073741824,
 ) -> list[dict[str, Any]]: ...
 def attention_shapes() -> list[dict[str, Any]]: ...

@@ -7,6 +7,9 @@
 //! - Prefill: a chunk of new tokens. The yardstick is fused multiply-adds in registers; for bfloat16 and
 //!   eight bits, where the instruction set multiplies them in pairs, such products.
 //!
+//! Several instruction sets can be compared. The yardstick of a row of the second and later ones is the
+//! same row of the first, so that its ratio is that of their speeds.
+//!
 //! Calls rotate through more memory than caches hold, which was written before; all that is compared
 //! takes turns.
 
@@ -19,8 +22,10 @@ pub use super::shapes::{SHAPES, Shape};
 use crate::attention::ThreadPool;
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
-use crate::kernels;
+use crate::kernels::{self, Isa};
 
+/// Who attends.
+const US: &str = "paged_kv";
 /// Name of decode's yardstick.
 pub const READ: &str = "reading the pages";
 /// Name of prefill's yardstick.
@@ -39,6 +44,9 @@ pub struct Plan {
     pub page_sizes: Vec<usize>,
     /// Numbers of threads.
     pub threads: Vec<usize>,
+    /// Instruction sets that each case is measured with, the one to compare with first; if there are
+    /// none, with the process's.
+    pub isas: Vec<Isa>,
     /// Bytes of keys and values that decode rotates through.
     pub rotated: usize,
     /// Repetitions of each case; all that have a yardstick in common take turns.
@@ -56,6 +64,7 @@ impl Default for Plan {
             dtypes: DType::ALL.to_vec(),
             page_sizes: vec![16, 128],
             threads,
+            isas: Vec::new(),
             rotated: 1 << 30,
             repetitions: 5,
         }
@@ -65,7 +74,8 @@ impl Default for Plan {
 /// Measures what the plan says; `report` sees each group of records as it is done.
 ///
 /// # Errors
-/// If the plan names no case or page size that there is, or if memory or threads can't be had.
+/// If the plan names no case or page size that there is, an instruction set twice or one that this CPU
+/// lacks, or if memory or threads can't be had.
 pub fn attention(plan: &Plan, mut report: impl FnMut(&[Record])) -> Result<Vec<Record>> {
     let known = |name: &String| SHAPES.iter().any(|shape| shape.name == name);
     if let Some(name) = plan.cases.iter().find(|name| !known(name)) {
@@ -75,15 +85,22 @@ pub fn attention(plan: &Plan, mut report: impl FnMut(&[Record])) -> Result<Vec<R
     if plan.page_sizes.contains(&0) {
         return Err(Error::Value("a page size is 0".to_owned()));
     }
+    let isas = if plan.isas.is_empty() { vec![Isa::current()?] } else { plan.isas.clone() };
+    for (i, isa) in isas.iter().enumerate() {
+        isa.level()?;
+        if isas[..i].contains(isa) {
+            return Err(Error::Value(format!("instruction set {isa} is given twice")));
+        }
+    }
     let mut all = Vec::new();
     for shape in SHAPES.iter().filter(|shape| plan.cases.iter().any(|name| name == shape.name)) {
         for &dtype in &plan.dtypes {
             for &page_size in &plan.page_sizes {
                 let records = match dtype {
-                    DType::F32 => group::<f32>(plan, shape, dtype, page_size)?,
-                    DType::F16 => group::<half::f16>(plan, shape, dtype, page_size)?,
+                    DType::F32 => group::<f32>(plan, &isas, shape, dtype, page_size)?,
+                    DType::F16 => group::<half::f16>(plan, &isas, shape, dtype, page_size)?,
                     DType::BF16 | DType::I8 | DType::F8E4M3 => {
-                        group::<half::bf16>(plan, shape, dtype, page_size)?
+                        group::<half::bf16>(plan, &isas, shape, dtype, page_size)?
                     }
                 };
                 report(&records);
@@ -94,8 +111,25 @@ pub fn attention(plan: &Plan, mut report: impl FnMut(&[Record])) -> Result<Vec<R
     Ok(all)
 }
 
-/// Measures one shape with one dtype and page size: threads, places and the limit in turn.
-fn group<T: Element>(plan: &Plan, shape: &Shape, dtype: DType, page_size: usize) -> Result<Vec<Record>> {
+/// A row to be.
+struct Row {
+    case: String,
+    implementation: &'static str,
+    threads: usize,
+    /// Bytes or operations of one call.
+    work: f64,
+    /// Which row is its yardstick: an earlier one, or itself.
+    beside: usize,
+}
+
+/// Measures one shape with one dtype and page size: threads, places, instruction sets and limits in turn.
+fn group<T: Element>(
+    plan: &Plan,
+    isas: &[Isa],
+    shape: &Shape,
+    dtype: DType,
+    page_size: usize,
+) -> Result<Vec<Record>> {
     let prepared = &Prepared::<T>::new(*shape, dtype, page_size, plan.rotated)?;
     let decode = shape.queries == 1;
     let pools = plan.threads.iter().map(|&n| ThreadPool::new(Some(n))).collect::<Result<Vec<_>>>()?;
@@ -106,40 +140,52 @@ fn group<T: Element>(plan: &Plan, shape: &Shape, dtype: DType, page_size: usize)
             failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         }
     };
-    let arithmetic = Arithmetic::of(dtype)?;
-    // A limit takes a pass over all memory, or some hundredth of a second.
-    let (limit_work, unit) = if decode {
-        (prepared.bytes()? * prepared.batches() as f64, "GB/s")
-    } else {
-        (arithmetic.run(1)? as f64 * MULTIPLY_ADDS as f64, "GFLOP/s")
-    };
-    let work = if decode { prepared.bytes()? } else { prepared.operations() };
+    let (work, unit) = if decode { (prepared.bytes()?, "GB/s") } else { (prepared.operations(), "GFLOP/s") };
     let calls = if decode { prepared.batches() as u64 } else { 1 };
+    let what = format!("{} {dtype} page {page_size}", shape.name);
+    let suffix = |isa: Isa| if isas.len() > 1 { format!(" {isa}") } else { String::new() };
     let mut cases = Vec::new();
-    let mut labels = Vec::new();
+    let mut rows = Vec::new();
     for (&threads, pool) in plan.threads.iter().zip(&pools) {
-        labels.push((threads, None, if decode { limit_work } else { limit_work * threads as f64 }));
-        cases.push(Case {
-            threads,
-            operations: 1,
-            prepare: None,
-            work: Box::new(move |thread, _| {
-                note(if decode {
-                    prepared.read(thread, threads)
-                } else {
-                    arithmetic.run(MULTIPLY_ADDS).map(|_| ())
-                });
-            }),
-        });
+        let first = rows.len();
+        let mut limit = |case: String, implementation, work, run: Box<dyn Fn(usize) -> Result<()> + Sync>| {
+            rows.push(Row { case, implementation, threads, work, beside: first });
+            let work = Box::new(move |thread, _| note(run(thread)));
+            cases.push(Case { threads, operations: 1, prepare: None, work });
+        };
+        // A limit takes a pass over all memory, or some hundredth of a second. Memory is as fast whoever
+        // attends, so one reading serves all instruction sets; arithmetic is each set's own.
+        if decode {
+            let read = move |thread| prepared.read(thread, threads);
+            limit(format!("{what} limit"), READ, work * prepared.batches() as f64, Box::new(read));
+        } else {
+            for &isa in isas {
+                let arithmetic = Arithmetic::of(isa, dtype)?;
+                let work = (arithmetic.run(1)? * MULTIPLY_ADDS as u64) as f64 * threads as f64;
+                let run = move |_| arithmetic.run(MULTIPLY_ADDS).map(|_| ());
+                let case = format!("{what} limit{}", suffix(isa));
+                limit(case, arithmetic.name(), work, Box::new(run));
+            }
+        }
         let places = match (decode, shape.shared) {
             (true, 0) => SHARED,
             (true, _) => PLACES.len(),
             (false, _) => 1,
         };
-        for place in 0..places {
-            labels.push((threads, Some(place), work));
-            let run = move |_, calls| (0..calls).for_each(|_| note(prepared.attend(place, pool)));
-            cases.push(Case { threads: 1, operations: calls, prepare: None, work: Box::new(run) });
+        let behind_limits = rows.len();
+        for (place, name) in PLACES.iter().enumerate().take(places) {
+            let here = rows.len();
+            for (set, &isa) in isas.iter().enumerate() {
+                let beside = match (set, place) {
+                    (0, SHARED) => behind_limits + ADJACENT * isas.len(),
+                    (0, _) => first,
+                    _ => here,
+                };
+                let case = format!("{what} {name}{}", suffix(isa));
+                rows.push(Row { case, implementation: US, threads, work, beside });
+                let run = move |_, calls| (0..calls).for_each(|_| note(prepared.attend(place, isa, pool)));
+                cases.push(Case { threads: 1, operations: calls, prepare: None, work: Box::new(run) });
+            }
         }
     }
     let summaries = interleaved(&cases, plan.repetitions);
@@ -147,69 +193,58 @@ fn group<T: Element>(plan: &Plan, shape: &Shape, dtype: DType, page_size: usize)
     if let Some(error) = failed.lock().unwrap_or_else(PoisonError::into_inner).take() {
         return Err(error);
     }
-    let machine = if decode { READ } else { arithmetic.name() };
-    let what = format!("{} {dtype} page {page_size}", shape.name);
-    // The machine's, and that of adjacent pages.
-    let mut limits = [f64::NAN; 2];
-    let record = |((threads, place, work), summary): ((usize, Option<usize>, f64), Summary)| {
-        let value = work / summary.nanos;
-        let (case, implementation) = if let Some(place) = place {
-            (format!("{what} {}", PLACES[place]), "paged_kv")
-        } else {
-            (format!("{what} limit"), machine)
-        };
-        if place.is_none_or(|place| place == ADJACENT) {
-            limits[usize::from(place.is_some())] = value;
-        }
-        let (yardstick, limit) = match place {
-            Some(SHARED) => (format!("{what} {}", PLACES[ADJACENT]), limits[1]),
-            _ => (machine.to_owned(), limits[0]),
-        };
+    let values: Vec<f64> =
+        rows.iter().zip(&summaries).map(|(row, summary)| row.work / summary.nanos).collect();
+    let record = |(i, summary): (usize, &Summary)| {
+        let (row, value) = (&rows[i], values[i]);
+        let yardstick = &rows[row.beside];
+        // The machine is called by what it does; what stands beside its like, by the case.
+        let like = i != row.beside && (row.implementation == US) == (yardstick.implementation == US);
+        let limit = values[row.beside];
         let [fast, slow] = summary.quartiles;
         Record {
             bench: "attention",
-            case,
-            implementation: implementation.into(),
-            threads,
+            case: row.case.clone(),
+            implementation: row.implementation.into(),
+            threads: row.threads,
             value,
-            quartiles: [work / slow, work / fast],
+            quartiles: [row.work / slow, row.work / fast],
             unit,
-            yardstick,
+            yardstick: if like { yardstick.case.clone() } else { yardstick.implementation.to_owned() },
             limit,
             ratio: value / limit,
             kept: summary.kept,
             discarded: summary.discarded,
         }
     };
-    Ok(labels.into_iter().zip(summaries).map(record).collect())
+    Ok(summaries.iter().enumerate().map(record).collect())
 }
 
 /// What prefill's inner loops do.
 #[derive(Clone, Copy)]
-enum Arithmetic {
-    Floats,
-    Pairs,
+struct Arithmetic {
+    isa: Isa,
+    pairs: bool,
 }
 
 impl Arithmetic {
     /// Of keys and values of a type, with queries of this benchmark.
-    fn of(dtype: DType) -> Result<Self> {
-        let pairs = !matches!(dtype, DType::F32 | DType::F16) && kernels::multiply_add_pairs(1)?.is_some();
-        Ok(if pairs { Self::Pairs } else { Self::Floats })
+    fn of(isa: Isa, dtype: DType) -> Result<Self> {
+        let becomes_pairs = !matches!(dtype, DType::F32 | DType::F16);
+        let pairs = becomes_pairs && kernels::multiply_add_pairs(isa, 1)?.is_some();
+        Ok(Self { isa, pairs })
     }
 
     const fn name(self) -> &'static str {
-        match self {
-            Self::Floats => FMA,
-            Self::Pairs => PAIRS,
-        }
+        if self.pairs { PAIRS } else { FMA }
     }
 
     /// Does it in registers; returns the operations.
     fn run(self, times: usize) -> Result<u64> {
-        match self {
-            Self::Floats => kernels::multiply_add(times),
-            Self::Pairs => Ok(kernels::multiply_add_pairs(times)?.unwrap_or(0)),
+        if self.pairs {
+            Ok(kernels::multiply_add_pairs(self.isa, times)?.unwrap_or(0))
+        } else {
+            kernels::multiply_add(self.isa, times)
         }
     }
 }
@@ -218,39 +253,4 @@ impl Arithmetic {
 const MULTIPLY_ADDS: usize = 1 << 22;
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_case_stands_beside_its_limit() {
-        let plan = Plan {
-            cases: vec!["d2".to_owned()],
-            page_sizes: vec![16],
-            threads: vec![1, 2],
-            rotated: 1 << 20,
-            repetitions: 1,
-            ..Plan::default()
-        };
-        let mut reported = 0;
-        let records = attention(&plan, |records| reported += records.len()).expect("some hundred MiB");
-        // Of each element type the limit, adjacent pages and scattered ones, on one thread and on two.
-        assert_eq!((records.len(), reported), (30, 30));
-        let nothing = Plan { cases: vec!["d9".to_owned()], ..plan };
-        assert!(matches!(attention(&nothing, |_| {}), Err(Error::Value(message)) if message.contains("d9")));
-        let shared = Plan {
-            cases: vec!["c1".to_owned()],
-            dtypes: vec![DType::I8],
-            page_sizes: vec![128],
-            threads: vec![2],
-            ..nothing
-        };
-        let shared = attention(&shared, |_| {}).expect("some hundred MiB");
-        assert_eq!(shared.len(), 4);
-        assert_eq!((&shared[3].yardstick, shared[3].limit), (&shared[1].case, shared[1].value));
-        for record in records.into_iter().chain(shared) {
-            assert!(record.value > 0.0 && record.quartiles[0] <= record.quartiles[1], "{record:?}");
-            assert!((record.ratio - record.value / record.limit).abs() < 1e-9, "{record:?}");
-            assert_eq!(record.implementation == READ, record.case.ends_with("limit"));
-        }
-    }
-}
+mod tests;

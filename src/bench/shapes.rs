@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use crate::attention::{AttentionOptions, BatchTables, ThreadPool, paged_attention, write_pages};
 use crate::dtype::{DType, Element};
 use crate::error::Result;
-use crate::kernels;
+use crate::kernels::{self, Isa};
 use crate::layout::{CacheLayout, PageOrder, PagesLayout, Which};
 use crate::storage::{KvStorage, RegionOptions, RowsView, RowsViewMut};
 use crate::sync::{AtomicUsize, Ordering};
@@ -119,7 +119,7 @@ impl<T: Element> Prepared<T> {
     }
 
     /// Attends with the next batch.
-    pub(super) fn attend(&self, place: usize, threads: &ThreadPool) -> Result<()> {
+    pub(super) fn attend(&self, place: usize, isa: Isa, threads: &ThreadPool) -> Result<()> {
         let Shape { batch, len, queries, num_heads, head_dim, .. } = self.shape;
         let rows = [batch * queries, num_heads, head_dim];
         // Relaxed: which batch is next matters to nobody else.
@@ -136,7 +136,7 @@ impl<T: Element> Prepared<T> {
             self.storage.pages(0, Which::Key, false)?,
             self.storage.pages(0, Which::Value, false)?,
             &tables,
-            &AttentionOptions::default(),
+            &AttentionOptions { isa: Some(isa), ..AttentionOptions::default() },
             &mut RowsViewMut::from_slice(&mut out, rows)?,
             None,
             threads,

@@ -34,20 +34,20 @@ pub fn read_pages(pages: &PagesView, range: Range<usize>) -> Result<f32> {
 /// Multiplies and adds in registers, `times` over; returns the floating point operations done.
 ///
 /// # Errors
-/// [`Error::Value`](crate::error::Error::Value) where the process's instruction set can't be had.
-pub fn multiply_add(times: usize) -> Result<u64> {
-    let level = Isa::current()?.level()?;
+/// [`Error::Value`](crate::error::Error::Value) where the CPU lacks the instruction set.
+pub fn multiply_add(isa: Isa, times: usize) -> Result<u64> {
+    let level = isa.level()?;
     // SAFETY: it asks for nothing.
     Ok(dispatch!(level, simd => unsafe { simd.call(floats(times)) }))
 }
 
 /// Multiplies bfloat16 and adds the products in pairs, in registers, `times` over; returns the floating
-/// point operations done, or none where the process's instruction set has no such products.
+/// point operations done, or none where the instruction set has no such products.
 ///
 /// # Errors
 /// As [`multiply_add`].
-pub fn multiply_add_pairs(times: usize) -> Result<Option<u64>> {
-    match Isa::current()?.level()? {
+pub fn multiply_add_pairs(isa: Isa, times: usize) -> Result<Option<u64>> {
+    match isa.level()? {
         #[cfg(target_arch = "x86_64")]
         super::isa::Level::Avx512Bf16(simd) => {
             // Twice 0.5.
@@ -134,7 +134,7 @@ fn floats(times: usize) -> MultiplyAdd<Widened<f32>> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::isa::{dispatch, tested};
+    use super::super::isa::{Isa, dispatch, tested};
     use super::super::simd::Simd;
     use super::{Read, floats, multiply_add, multiply_add_pairs};
 
@@ -159,7 +159,14 @@ mod tests {
 
     #[test]
     fn pairs_are_twice_the_operations_where_they_are_had() {
-        let pairs = multiply_add_pairs(3).unwrap();
-        assert!(pairs.is_none_or(|done| done == 2 * multiply_add(3).unwrap()), "{pairs:?}");
+        for isa in Isa::ALL {
+            if isa.is_available() {
+                let pairs = multiply_add_pairs(isa, 3).unwrap();
+                let twice = (isa == Isa::Avx512Bf16).then(|| 2 * multiply_add(isa, 3).unwrap());
+                assert_eq!(pairs, twice, "{isa}");
+            } else {
+                assert!(multiply_add(isa, 3).is_err() && multiply_add_pairs(isa, 3).is_err(), "{isa}");
+            }
+        }
     }
 }

@@ -14,6 +14,7 @@ use crate::bench::measure::{Case, Summary, interleaved};
 use crate::bench::{Record, attention, pool};
 use crate::dtype::DType;
 use crate::error::Error;
+use crate::kernels::Isa;
 use crate::sync::{AtomicU64, CachePadded};
 
 /// Bytes that memory moves together.
@@ -55,6 +56,9 @@ pub(super) fn bench_pool(py: Python<'_>, repetitions: usize) -> PyResult<Vec<Bou
 ///     16 and 128 if None.
 /// threads : sequence of int, optional
 ///     1 and as many as the process may use if None.
+/// isas : sequence of str, optional
+///     Instruction sets that each case is measured with, named as :func:`set_isa` takes them; the
+///     process's if None.
 /// rotated_bytes : int
 ///     Bytes of keys and values that decode rotates through, so that no cache holds them.
 ///
@@ -64,11 +68,13 @@ pub(super) fn bench_pool(py: Python<'_>, repetitions: usize) -> PyResult<Vec<Bou
 ///     As of :func:`bench_pool`; GB/s of keys and values read beside reading the same pages, or
 ///     GFLOP/s beside multiply-adds in registers, or products of bfloat16 in pairs where those are what
 ///     the kernel does; the yardstick says which. Here the larger is the better. A batch with a shared
-///     prefix stands beside the same one without, each sequence's bytes counted in both.
+///     prefix stands beside the same one without, each sequence's bytes counted in both. Of several
+///     instruction sets, ``case`` ends with the name, and a row of the second and later ones stands
+///     beside that of the first: a ratio of 0.5 says that it takes twice as long.
 #[pyfunction]
 #[pyo3(signature = (repetitions, *, cases=None, dtypes=None, page_sizes=None, threads=None,
-    rotated_bytes=1 << 30), text_signature = "(repetitions, *, cases=None, dtypes=None, page_sizes=None, \
-    threads=None, rotated_bytes=1073741824)")]
+    isas=None, rotated_bytes=1 << 30), text_signature = "(repetitions, *, cases=None, dtypes=None, page_sizes=None, \
+    threads=None, isas=None, rotated_bytes=1073741824)")]
 pub(super) fn bench_attention(
     py: Python<'_>,
     repetitions: usize,
@@ -76,17 +82,21 @@ pub(super) fn bench_attention(
     dtypes: Option<Vec<String>>,
     page_sizes: Option<Vec<usize>>,
     threads: Option<Vec<usize>>,
+    isas: Option<Vec<String>>,
     rotated_bytes: usize,
 ) -> PyResult<Vec<Bound<'_, PyDict>>> {
     check(repetitions)?;
     let all = attention::Plan::default();
     let dtypes =
         dtypes.map(|names| names.iter().map(|name| name.parse()).collect::<Result<Vec<DType>, Error>>());
+    let isas = isas.unwrap_or_default();
+    let isas = isas.iter().map(|name| name.parse()).collect::<Result<Vec<Isa>, Error>>()?;
     let plan = attention::Plan {
         cases: cases.unwrap_or(all.cases),
         dtypes: dtypes.transpose()?.unwrap_or(all.dtypes),
         page_sizes: page_sizes.unwrap_or(all.page_sizes),
         threads: threads.unwrap_or(all.threads),
+        isas,
         rotated: rotated_bytes,
         repetitions,
     };

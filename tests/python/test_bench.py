@@ -1,6 +1,7 @@
 """``paged-kv bench``: what it writes, never how fast anything is."""
 
 import json
+import platform
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import paged_kv
 from paged_kv import _core
 from paged_kv.cli import bench, bench_attention, bench_ggml, bench_plot
 from paged_kv.cli.app import app
@@ -90,6 +92,45 @@ def test_a_shared_prefix_stands_beside_the_same_batch_without() -> None:
     assert (shared["yardstick"], shared["limit"]) == (adjacent["case"], adjacent["value"])
     assert adjacent["yardstick"] == by_case["limit"]["impl"]
     assert [shape["name"] for shape in _core.attention_shapes() if shape["shared"]] == ["c1"]
+
+
+def test_instruction_sets_are_compared_in_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    best = paged_kv.isa()
+    if best == "scalar":
+        pytest.skip("this CPU has no other instruction set")
+    bench.run_bench("attention", path, repetitions=1, **SMALL | {"threads": [1], "isas": [best, "scalar"]})
+    rows = json.loads(path.read_text())
+    by_case = {row["case"].removeprefix("d4 bfloat16 page 128 "): row for row in rows}
+    places = ("adjacent", "scattered")
+    assert list(by_case) == ["limit", *(f"{place} {isa}" for place in places for isa in (best, "scalar"))]
+    for place in places:
+        first, later = by_case[f"{place} {best}"], by_case[f"{place} scalar"]
+        assert (first["yardstick"], first["limit"]) == (by_case["limit"]["impl"], by_case["limit"]["value"])
+        assert (later["yardstick"], later["limit"]) == (first["case"], first["value"])
+        assert later["ratio"] == pytest.approx(later["value"] / first["value"])
+    assert all({key: type(value) for key, value in row.items()} == KEYS for row in rows)
+    assert paged_kv.isa() == best
+
+
+def test_one_instruction_set_is_measured_in_place_of_the_process_s() -> None:
+    rows = bench_attention.bench_attention(
+        1, **SMALL | {"threads": [1], "dtypes": ["float32"], "isas": ["scalar"]}
+    )
+    # No name, and no peers, which would stand beside the process's.
+    assert [row["case"].split()[-1] for row in rows] == ["limit", "adjacent", "scattered"]
+    assert {row["yardstick"] for row in rows} == {"reading the pages"}
+
+
+def test_an_instruction_set_that_cannot_be_had_is_named_before_anything_is_measured() -> None:
+    with pytest.raises(ValueError, match='ISA "sse2" is not one of scalar, neon'):
+        _core.bench_attention(1, isas=["scalar", "sse2"])
+    with pytest.raises(ValueError, match="instruction set scalar is given twice"):
+        _core.bench_attention(1, isas=["scalar", "scalar"])
+    lacking = "avx2" if platform.machine() == "aarch64" else "neon"
+    refused = CliRunner().invoke(app, ["bench", "attention", "--isa", "scalar", "--isa", lacking])
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert refused.stderr.startswith(f"paged-kv: this CPU lacks {lacking}; it has scalar")
 
 
 def test_cases_are_prepared_and_worked_on_in_turn() -> None:
@@ -235,6 +276,23 @@ def test_a_case_stands_at_its_operations_per_byte() -> None:
     assert bench_plot.roofs(FIGURES) == {
         2: {"GB/s": 30.0, "multiply-adds": 200.0, "bfloat16 products in pairs": 400.0}
     }
+
+
+SETS = [
+    row("p1 float32 page 16 limit avx512", "multiply-adds", 200.0, "GFLOP/s"),
+    row("p1 float32 page 16 limit avx2", "multiply-adds", 100.0, "GFLOP/s"),
+    row("p1 float32 page 16 adjacent avx512", "paged_kv", 150.0, "GFLOP/s"),
+    row("p1 float32 page 16 adjacent avx2", "paged_kv", 80.0, "GFLOP/s"),
+    row("c1 float32 page 16 shared avx2", "paged_kv", 90.0, "GB/s"),
+]
+
+
+def test_each_instruction_set_has_points_and_a_roof(tmp_path: Path) -> None:
+    found = {(point.kind, point.isa): point.rate for point in bench_plot.points(SETS)}
+    assert found == {("adjacent", "avx512"): 150.0, ("adjacent", "avx2"): 80.0}
+    assert bench_plot.roofs(SETS) == {2: {"multiply-adds avx512": 200.0, "multiply-adds avx2": 100.0}}
+    bench_plot.plot(SETS, tmp_path / "roof.svg")
+    assert (tmp_path / "roof.svg").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("name", ["roof.png", "roof.svg"])

@@ -251,6 +251,14 @@ def bench_attention(
         list[int] | None,
         typer.Option(min=1, max=2**16, help="Threads; 1 and as many as there are if not given."),
     ] = None,
+    isas: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--isa",
+            help="Instruction sets, such as avx2; the ratio of each but the first is its speed beside the"
+            " first's. PAGED_KV_ISA or the fastest if not given.",
+        ),
+    ] = None,
     repetitions: Annotated[int, typer.Option(min=1, max=10**6, help="Repetitions of each case.")] = 5,
     json_file: JsonFile = None,
     plot_file: Annotated[
@@ -272,6 +280,7 @@ def bench_attention(
         dtypes=dtypes,
         page_sizes=page_sizes,
         threads=threads,
+        isas=isas,
         plot_file=plot_file,
     )
 

@@ -74,6 +74,7 @@ def bench_attention(
     dtypes: Sequence[str] | None = None,
     page_sizes: Sequence[int] | None = None,
     threads: Sequence[int] | None = None,
+    isas: Sequence[str] | None = None,
     rotated_bytes: int = ROTATED_BYTES,
 ) -> list[dict[str, Any]]:
     """Measure attention: beside the machine's limits, then in float32 beside numpy, in float16 beside ggml.
@@ -88,6 +89,9 @@ def bench_attention(
         All if None.
     page_sizes, threads : sequence of int, optional
         16 and 128; one, and as many as the process may use.
+    isas : sequence of str, optional
+        Instruction sets to compare, the one that the others stand beside first. With these, numpy and ggml
+        take no part. If None, the process's.
     rotated_bytes : int
         Bytes of keys and values that decode rotates through.
 
@@ -101,7 +105,7 @@ def bench_attention(
     Raises
     ------
     ValueError
-        If a case, dtype, page size or number of threads is not to be had.
+        If a case, dtype, page size, number of threads or instruction set is not to be had.
     """
     rows = _core.bench_attention(
         repetitions,
@@ -109,8 +113,12 @@ def bench_attention(
         dtypes=dtypes,
         page_sizes=page_sizes,
         threads=threads,
+        isas=isas,
         rotated_bytes=rotated_bytes,
     )
+    if isas:
+        # What stands beside the peers runs with the process's set, which may be none of these.
+        return rows
     every = shapes()
     # Contiguous arrays share nothing.
     alone = [every[name] for name in (every if cases is None else cases) if not every[name].shared]

@@ -27,6 +27,8 @@ _COLOURS = {
     "int8": "#9467bd",
     "float8_e4m3fn": "#ff7f0e",
 }
+# Of the markers of the first instruction set, the second and so on; the last for all others.
+_SIZES = (7.0, 5.0, 3.5)
 _MARKERS = {"adjacent": "o", "scattered": "s", NUMPY: "X", GGML: "P"}
 
 
@@ -42,6 +44,8 @@ class Point:
         ``adjacent`` or ``scattered`` pages, or the peer.
     threads : int
         Of the run.
+    isa : str
+        The instruction set, where several were measured, else empty.
     intensity : float
         Operations per byte of keys and values.
     rate : float
@@ -52,6 +56,7 @@ class Point:
     dtype: str
     kind: str
     threads: int
+    isa: str
     intensity: float
     rate: float
 
@@ -67,7 +72,8 @@ def points(rows: Iterable[Mapping[str, Any]]) -> list[Point]:
         name, dtype, *_ = row["case"].split()
         if row["impl"] not in (US, NUMPY, GGML) or (row["impl"] == US and row["unit"] == "ms"):
             continue
-        if row["case"].endswith("shared"):
+        place, isa = _where(row["case"])
+        if place == "shared":
             continue
         shape = every[name]
         intensity = shape.operations / shape.bytes_read(_ITEMSIZE[dtype])
@@ -76,9 +82,16 @@ def points(rows: Iterable[Mapping[str, Any]]) -> list[Point]:
             "GFLOP/s": row["value"],
             "ms": shape.operations / row["value"] / 1e6,
         }[row["unit"]]
-        kind = row["case"].split()[-1] if row["impl"] == US else row["impl"]
-        found.append(Point(name, dtype, kind, row["threads"], intensity, rate))
+        kind = place if row["impl"] == US else row["impl"]
+        found.append(Point(name, dtype, kind, row["threads"], isa, intensity, rate))
     return found
+
+
+def _where(case: str) -> tuple[str, str]:
+    """Find the place in the name of a case, and the instruction set, if it is named."""
+    # d2 float32 page 16 adjacent avx2
+    place, isa, *_ = (*case.split()[4:], "", "")
+    return place, isa
 
 
 def roofs(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
@@ -87,13 +100,15 @@ def roofs(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
     Returns
     -------
     dict of int to dict
-        Threads to ``"GB/s"`` and the names of the kinds of arithmetic, those that were measured.
+        Threads to ``"GB/s"`` and the names of the kinds of arithmetic, those that were measured, each
+        with its instruction set where several were.
     """
     best: dict[int, dict[str, float]] = {}
     for row in rows:
-        if row["case"].endswith("limit"):
+        place, isa = _where(row["case"])
+        if place == "limit":
             of_threads = best.setdefault(row["threads"], {})
-            limit = row["unit"] if row["unit"] == "GB/s" else row["impl"]
+            limit = row["unit"] if row["unit"] == "GB/s" else f"{row['impl']} {isa}".strip()
             of_threads[limit] = max(of_threads.get(limit, 0.0), row["value"])
     return best
 
@@ -116,6 +131,7 @@ def plot(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     check_format(file)
     cases, limits = points(rows), roofs(rows)
     panels = sorted(limits)
+    sizes = _sizes(cases)
     figure = Figure(figsize=(7 * len(panels), 6), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     intensities = [point.intensity for point in cases]
@@ -130,7 +146,7 @@ def plot(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
                 point.rate,
                 _MARKERS[point.kind],
                 color=_COLOURS[point.dtype],
-                markersize=7,
+                markersize=sizes[point.isa],
                 alpha=0.8,
                 fillstyle="none" if point.kind == "scattered" else "full",
             )
@@ -206,13 +222,20 @@ def _name_cases(axis: Any, here: Iterable[Point]) -> None:
         )
 
 
+def _sizes(cases: Iterable[Point]) -> dict[str, float]:
+    """Sizes of markers, by instruction set."""
+    isas = dict.fromkeys(point.isa for point in cases if point.isa)
+    return {"": _SIZES[0]} | {isa: _SIZES[min(i, len(_SIZES) - 1)] for i, isa in enumerate(isas)}
+
+
 def _legend(cases: Iterable[Point]) -> list[Line2D]:
     cases = list(cases)
     dtypes = [dtype for dtype in _COLOURS if any(point.dtype == dtype for point in cases)]
     kinds = [kind for kind in _MARKERS if any(point.kind == kind for point in cases)]
     labels = {"adjacent": "pages adjacent", "scattered": "pages scattered"}
     labels |= {peer: f"{peer}, contiguous" for peer in (NUMPY, GGML)}
-    return [Line2D([], [], color=_COLOURS[dtype], linewidth=4, label=dtype) for dtype in dtypes] + [
+    handles = [Line2D([], [], color=_COLOURS[dtype], linewidth=4, label=dtype) for dtype in dtypes]
+    handles += [
         Line2D(
             [],
             [],
@@ -223,4 +246,9 @@ def _legend(cases: Iterable[Point]) -> list[Line2D]:
             label=labels[kind],
         )
         for kind in kinds
+    ]
+    return handles + [
+        Line2D([], [], color="black", marker="o", linestyle="", markersize=size, label=isa)
+        for isa, size in _sizes(cases).items()
+        if isa
     ]
