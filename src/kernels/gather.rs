@@ -20,6 +20,8 @@ pub(super) struct Gather<'a, T, const R: usize, const N: usize> {
     pub(super) weights: *const f32,
     /// What the sums of each row are multiplied by, where its weights were counted.
     pub(super) steps: &'a [f32],
+    /// Whether something is left of such weights of any row, which is 0 in others.
+    pub(super) finer: bool,
     pub(super) values: Tokens<'a, T>,
     /// What will be asked for after this.
     pub(super) next: Option<Next<'a, T>>,

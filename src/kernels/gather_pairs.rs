@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 
 use super::columns::{Columns, at_once, load_rows, store_rows};
 use super::gather::Gather;
-use super::method::Method;
+use super::method::{FINER, Method};
 use super::simd::{Job, Simd};
 use super::tokens::{CACHE_LINE, prefetch};
 
@@ -50,18 +50,57 @@ impl<S: Simd, M: InTwos<S, Element = T>, T, const R: usize, const N: usize> Colu
     #[inline(always)]
     unsafe fn columns<const C: usize>(&self, simd: S, first: usize) {
         assert!(C.is_multiple_of(2), "two vectors at once");
-        let Gather { weights, steps, values, next, seen, dim, acc } = &self.gather;
-        let zero = simd.splat(0.0);
+        let Gather { steps, finer: with_finer, dim, acc, .. } = &self.gather;
         let acc = acc.wrapping_add(first * S::LANES);
-        let mut sums = [[zero; C]; R];
         if !M::COUNTS {
             // SAFETY: the caller's promise for `acc`.
-            sums = unsafe { load_rows::<S, R, C>(simd, acc, *dim) };
+            return unsafe {
+                let rows = load_rows::<S, R, C>(simd, acc, *dim);
+                store_rows(simd, self.sums(simd, first, 0, rows), acc, *dim);
+            };
         }
+        // What is left of weights that were rounded to whole steps lies behind these, in finer ones.
+        let parts = [(0, 1.0), (N / 2, FINER)];
+        for &(part, finer) in &parts[..if *with_finer { 2 } else { 1 }] {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let sums = self.sums(simd, first, part, [[simd.splat(0.0); C]; R]);
+                let mut rows = load_rows::<S, R, C>(simd, acc, *dim);
+                for r in 0..R {
+                    let step = simd.splat(steps[r] * finer);
+                    for c in 0..C {
+                        rows[r][c] = simd.mul_add(M::to_floats(simd, sums[r][c]), step, rows[r][c]);
+                    }
+                }
+                store_rows(simd, rows, acc, *dim);
+            }
+        }
+    }
+}
+
+impl<M, T, const R: usize, const N: usize> TwoByTwo<'_, M, T, R, N> {
+    /// `sums` and the weighted values of `C` columns; weights are words from number `part` of each row on.
+    ///
+    /// # Safety
+    /// - As for the job.
+    #[inline(always)]
+    unsafe fn sums<S: Simd, const C: usize>(
+        &self,
+        simd: S,
+        first: usize,
+        part: usize,
+        mut sums: [[S::F32; C]; R],
+    ) -> [[S::F32; C]; R]
+    where
+        M: InTwos<S, Element = T>,
+    {
+        let Gather { weights, values, next, seen, .. } = &self.gather;
+        let zero = simd.splat(0.0);
         // Vectors of words, and the first word.
         let (words, word) = (C / 2, first / 2 * S::LANES);
         // Groups of rows that pass by take turns with the lines.
-        let next = next.as_ref().and_then(|next| next.at(word * M::STORED, CACHE_LINE));
+        let next = next.as_ref().filter(|_| part == 0);
+        let next = next.and_then(|next| next.at(word * M::STORED, CACHE_LINE));
         for pair in seen.start / 2..seen.end.div_ceil(2) {
             let tokens = [2 * pair, 2 * pair + 1];
             if let Some(next) = next {
@@ -96,23 +135,12 @@ impl<S: Simd, M: InTwos<S, Element = T>, T, const R: usize, const N: usize> Colu
             }
             for r in 0..R {
                 // SAFETY: the caller's promise for `weights`.
-                let weight = simd.splat(unsafe { *weights.add(r * N + pair) });
+                let weight = simd.splat(unsafe { *weights.add(r * N + part + pair) });
                 for c in 0..C {
                     sums[r][c] = M::multiply_add(simd, weight, v[c], sums[r][c]);
                 }
             }
         }
-        if M::COUNTS {
-            // SAFETY: the caller's promise for `acc`.
-            let before = unsafe { load_rows::<S, R, C>(simd, acc, *dim) };
-            for r in 0..R {
-                let step = simd.splat(steps[r]);
-                for c in 0..C {
-                    sums[r][c] = simd.mul_add(M::to_floats(simd, sums[r][c]), step, before[r][c]);
-                }
-            }
-        }
-        // SAFETY: the caller's promise for `acc`.
-        unsafe { store_rows(simd, sums, acc, *dim) }
+        sums
     }
 }

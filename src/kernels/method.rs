@@ -75,13 +75,26 @@ pub(super) trait Method<S: Simd> {
     /// # Safety
     /// - `row` is valid for writes of `i + LANES` floats.
     unsafe fn store_weights(simd: S, row: *mut f32, i: usize, weights: S::F32);
-    /// Makes a whole row of stored weights ready, 0 where they were not stored; returns what sums of values
-    /// with it are to be multiplied by.
+    /// Makes a whole row of stored weights ready, 0 where they were not stored; `uneven` says whether few of
+    /// them may be much larger than others that count.
     #[inline(always)]
-    fn count_weights<const N: usize>(_: S, _: &mut [f32; N]) -> f32 {
-        1.0
+    fn count_weights<const N: usize>(_: S, _: &mut [f32; N], _uneven: bool) -> Counted {
+        Counted { step: 1.0, finer: false }
     }
 }
+
+/// How weights were counted.
+#[derive(Clone, Copy)]
+pub(super) struct Counted {
+    /// What sums of values are multiplied by.
+    pub(super) step: f32,
+    /// Whether something is left of weights, in steps that are [finer](FINER).
+    pub(super) finer: bool,
+}
+
+/// Of a step: what is left of a number that was rounded to whole steps is half of one at most, and half of what
+/// 16 bits count.
+pub(super) const FINER: f32 = 1.0 / 32768.0;
 
 /// Each element becomes a float32.
 pub(super) struct Widened<T>(PhantomData<T>);

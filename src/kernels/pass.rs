@@ -38,6 +38,8 @@ pub(super) struct Rows<'a, S> {
     scores: Scratch,
     /// `[kv_heads, rows]`: what sums over a tile's values are multiplied by.
     steps: Scratch,
+    /// `[kv_heads]`: whether something is left of weights, in finer steps.
+    finer: Vec<bool>,
     /// Words of a key and elements of a value, rounded up to whole vectors.
     pub(super) key_words: usize,
     pub(super) value_dim: usize,
@@ -70,6 +72,7 @@ impl<S: Simd> Rows<'_, S> {
             query: &self.query.words[kv_head * rows * key_words..][..rows * key_words],
             query_steps: &self.query.steps[kv_head * rows..][..rows],
             steps: &mut self.steps[kv_head * rows..][..rows],
+            finer: &mut self.finer[kv_head],
             key_words,
             value_dim,
             at_once: self.at_once,
@@ -112,6 +115,7 @@ impl<'a, S: Simd, M: Method<S>> Pass<'a, S, M> {
                     block.num_kv_heads * rows * if block.prefill { TILE } else { SHORT_TILE },
                 ),
                 steps: Scratch::zeros(block.num_kv_heads * rows),
+                finer: vec![false; block.num_kv_heads],
                 key_words,
                 value_dim,
                 state: State::new(block.rows(call), value_dim, order),

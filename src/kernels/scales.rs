@@ -20,6 +20,22 @@ pub(super) struct TileScales<'a> {
     pub(super) value: &'a [f32; TILE],
 }
 
+impl TileScales<'_> {
+    /// Whether scales of the values of some tokens differ by more than four powers of two, but for those that
+    /// are 0.
+    #[inline(always)]
+    pub(super) fn uneven(&self, tokens: Range<usize>) -> bool {
+        let (mut most, mut least) = (0, u32::MAX);
+        for scale in &self.value[tokens] {
+            // Bits of magnitudes are in their order, and 0 becomes the largest.
+            let bits = scale.abs().to_bits();
+            most = most.max(bits);
+            least = least.min(bits.wrapping_sub(1));
+        }
+        most.saturating_sub(least) > 4 << (f32::MANTISSA_DIGITS - 1)
+    }
+}
+
 /// The scales of keys, or of values, on a pass through splits.
 pub(super) struct Scales {
     base: *const f32,

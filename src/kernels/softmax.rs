@@ -4,7 +4,7 @@ use std::iter::StepBy;
 use std::ops::Range;
 
 use super::math::{exp_each, tanh};
-use super::method::Method;
+use super::method::{Counted, Method};
 use super::scales::TileScales;
 use super::simd::Simd;
 
@@ -29,6 +29,8 @@ pub(super) struct Row<'a, const N: usize> {
     pub(super) logit: Logit,
     /// What products, and then weights, are multiplied by besides, key by key.
     pub(super) scales: Option<TileScales<'a>>,
+    /// Whether the scales of the values seen are, where weights are counted.
+    pub(super) uneven: bool,
     /// Largest logit, sum of weights and (in whole vectors) of weighted values so far.
     pub(super) max: &'a mut f32,
     pub(super) sum: &'a mut f32,
@@ -37,10 +39,9 @@ pub(super) struct Row<'a, const N: usize> {
 
 impl<const N: usize> Row<'_, N> {
     /// Turns dot products into weights relative to the new maximum (times the scales of values), and
-    /// carries the running sums over to it. Returns what sums over values with these weights are to be
-    /// multiplied by.
+    /// carries the running sums over to it. Returns how they were counted.
     #[inline(always)]
-    pub(super) fn weigh<S: Simd, M: Method<S>>(mut self, simd: S) -> f32 {
+    pub(super) fn weigh<S: Simd, M: Method<S>>(mut self, simd: S) -> Counted {
         let Logit { scale, soft_cap, slope, .. } = self.logit;
         let whole = self.seen.start == 0 && self.seen.end == N;
         let mut sum = simd.splat(0.0);
@@ -75,7 +76,7 @@ impl<const N: usize> Row<'_, N> {
             }
         }
         *self.sum += simd.sum(sum);
-        M::count_weights(simd, self.scores)
+        M::count_weights(simd, self.scores, self.uneven)
     }
 
     /// Turns all vectors, times `scale`, into weights; returns their sums.

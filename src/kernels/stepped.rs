@@ -5,11 +5,11 @@ use std::marker::PhantomData;
 use super::gather::Gather;
 use super::gather_pairs::{InTwos, TwoByTwo};
 use super::integers::Integers;
-use super::method::{Method, Widened};
+use super::method::{Counted, FINER, Method, Widened};
 use super::query::QueryRow;
 use super::simd::Job;
 use super::state::Order;
-use super::tokens::Tokens;
+use super::tokens::{TILE, Tokens};
 
 /// Steps from 0 to the largest number of a row.
 const STEPS: f32 = i16::MAX as f32;
@@ -79,11 +79,37 @@ impl<S: Integers> Method<S> for Stepped {
         unsafe { simd.store(row.add(i), weights) }
     }
 
+    /// Whole steps in the first half of the row, what is left of each weight in the second, if that counts:
+    /// half a step for each of the weights may be more than 2^-12 of their sum only where this is less than
+    /// four times the largest.
     #[inline(always)]
-    fn count_weights<const N: usize>(simd: S, row: &mut [f32; N]) -> f32 {
-        // SAFETY: a row of whole vectors, with room for half as many bytes; numbers are stored behind those
-        // that are read next.
-        unsafe { Count { from: row.as_ptr(), len: N, to: row.as_mut_ptr().cast() }.run(simd) }
+    fn count_weights<const N: usize>(simd: S, row: &mut [f32; N], uneven: bool) -> Counted {
+        let (vectors, zero) = (N / S::LANES, simd.splat(0.0));
+        let mut weights = [zero; TILE / 8];
+        let mut largest = Largest { magnitude: zero, zeros: zero };
+        let mut sum = zero;
+        for (i, weight) in weights.iter_mut().enumerate().take(vectors) {
+            // SAFETY: as many vectors as the row has.
+            *weight = unsafe { simd.load(row.as_ptr().add(i * S::LANES)) };
+            largest.add(simd, *weight);
+            sum = simd.add(sum, simd.abs(*weight));
+        }
+        let (step, inverse) = largest.step(simd);
+        let finer = uneven || simd.sum(sum) < N as f32 / 16.0 * STEPS * step;
+        let whole: *mut i16 = row.as_mut_ptr().cast();
+        for (i, &weight) in weights.iter().enumerate().take(vectors) {
+            let steps = simd.mul(weight, inverse);
+            let mut left = zero;
+            if finer {
+                left = simd.mul(simd.sub(steps, simd.round(steps)), simd.splat(1.0 / FINER));
+            }
+            // SAFETY: twice as many integers as there were weights.
+            unsafe {
+                simd.store_i16(whole.add(i * S::LANES), steps);
+                simd.store_i16(whole.add(N + i * S::LANES), left);
+            }
+        }
+        Counted { step, finer }
     }
 }
 
@@ -96,12 +122,33 @@ impl<S: Integers> InTwos<S> for Stepped {
     }
 }
 
-/// Counts numbers in steps, of which the largest has [`STEPS`]; returns the step. That is NaN if a number is
-/// none, or infinite.
+/// The largest magnitude of some numbers, lane by lane, and their products with 0: comparisons pass over NaN,
+/// and these show it, and infinity.
+struct Largest<F> {
+    magnitude: F,
+    zeros: F,
+}
+
+impl<F: Copy> Largest<F> {
+    #[inline(always)]
+    fn add<S: Integers<F32 = F>>(&mut self, simd: S, x: F) {
+        self.magnitude = simd.max(simd.abs(x), self.magnitude);
+        self.zeros = simd.mul_add(x, simd.splat(0.0), self.zeros);
+    }
+
+    /// The step of which the largest number has [`STEPS`], which is NaN if a number is none, or infinite; and
+    /// its inverse.
+    #[inline(always)]
+    fn step<S: Integers<F32 = F>>(&self, simd: S) -> (f32, F) {
+        let step = (simd.max_lane(self.magnitude) / STEPS).max(LEAST);
+        (step + simd.sum(self.zeros), simd.splat(1.0 / step))
+    }
+}
+
+/// Counts a row of queries in steps, and returns the step.
 ///
 /// # Safety (of running it)
-/// - `from` is valid for reads of `len` floats, a multiple of `LANES`, and `to` for writes of as many integers;
-///   they may begin at the same address.
+/// - `from` is valid for reads of `len` floats, a multiple of `LANES`, and `to` for writes of as many integers.
 struct Count {
     from: *const f32,
     len: usize,
@@ -115,20 +162,16 @@ impl<S: Integers> Job<S> for Count {
     unsafe fn run(self, simd: S) -> f32 {
         let Self { from, len, to } = self;
         let zero = simd.splat(0.0);
-        // Comparisons pass over NaN, and products with 0 show it, and infinity.
-        let (mut largest, mut zeros) = (zero, zero);
+        let mut largest = Largest { magnitude: zero, zeros: zero };
         for i in (0..len).step_by(S::LANES) {
             // SAFETY: the caller's promise.
-            let x = unsafe { simd.load(from.add(i)) };
-            largest = simd.max(simd.abs(x), largest);
-            zeros = simd.mul_add(x, zero, zeros);
+            largest.add(simd, unsafe { simd.load(from.add(i)) });
         }
-        let step = (simd.max_lane(largest) / STEPS).max(LEAST);
-        let inverse = simd.splat(1.0 / step);
+        let (step, inverse) = largest.step(simd);
         for i in (0..len).step_by(S::LANES) {
-            // SAFETY: the caller's promise; integers are half as long.
+            // SAFETY: the caller's promise.
             unsafe { simd.store_i16(to.add(i), simd.mul(simd.load(from.add(i)), inverse)) }
         }
-        step + simd.sum(zeros)
+        step
     }
 }

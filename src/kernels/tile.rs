@@ -64,6 +64,8 @@ pub(super) struct Tile<'a, S, const N: usize> {
     pub(super) scores: &'a mut [f32],
     /// What each row's sums over this tile's values are multiplied by.
     pub(super) steps: &'a mut [f32],
+    /// Whether something is left of any row's weights, in finer steps.
+    pub(super) finer: &'a mut bool,
     /// The rows' part of [`State`](super::state::State).
     pub(super) acc: &'a mut [f32],
     pub(super) max: &'a mut [f32],
@@ -238,27 +240,45 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
         let (simd, dim) = (self.simd, self.value_dim);
         let acc = self.acc[rows.start * dim..rows.end * dim].as_mut_ptr();
         let weights = self.scores[rows.start * N..rows.end * N].as_ptr();
-        let steps = &self.steps[rows.clone()];
+        let (steps, finer) = (&self.steps[rows.clone()], *self.finer);
         // SAFETY: `weights` and `acc` have so many rows; the caller's promise for stored values. Packed
         // ones are a tile.
         unsafe {
             match values {
                 Values::Stored(values) => match rows.len() {
-                    1 => M::gather(simd, Gather::<_, 1, N> { weights, steps, values, next, seen, dim, acc }),
-                    2 => M::gather(simd, Gather::<_, 2, N> { weights, steps, values, next, seen, dim, acc }),
-                    3 => M::gather(simd, Gather::<_, 3, N> { weights, steps, values, next, seen, dim, acc }),
-                    4 => M::gather(simd, Gather::<_, 4, N> { weights, steps, values, next, seen, dim, acc }),
-                    5 => M::gather(simd, Gather::<_, 5, N> { weights, steps, values, next, seen, dim, acc }),
-                    6 => M::gather(simd, Gather::<_, 6, N> { weights, steps, values, next, seen, dim, acc }),
+                    1 => M::gather(
+                        simd,
+                        Gather::<_, 1, N> { weights, steps, finer, values, next, seen, dim, acc },
+                    ),
+                    2 => M::gather(
+                        simd,
+                        Gather::<_, 2, N> { weights, steps, finer, values, next, seen, dim, acc },
+                    ),
+                    3 => M::gather(
+                        simd,
+                        Gather::<_, 3, N> { weights, steps, finer, values, next, seen, dim, acc },
+                    ),
+                    4 => M::gather(
+                        simd,
+                        Gather::<_, 4, N> { weights, steps, finer, values, next, seen, dim, acc },
+                    ),
+                    5 => M::gather(
+                        simd,
+                        Gather::<_, 5, N> { weights, steps, finer, values, next, seen, dim, acc },
+                    ),
+                    6 => M::gather(
+                        simd,
+                        Gather::<_, 6, N> { weights, steps, finer, values, next, seen, dim, acc },
+                    ),
                     // Not compiled for methods that never need them.
                     rows if M::ROWS > 6 => match rows {
                         7 => M::gather(
                             simd,
-                            Gather::<_, 7, N> { weights, steps, values, next, seen, dim, acc },
+                            Gather::<_, 7, N> { weights, steps, finer, values, next, seen, dim, acc },
                         ),
                         _ => M::gather(
                             simd,
-                            Gather::<_, 8, N> { weights, steps, values, next, seen, dim, acc },
+                            Gather::<_, 8, N> { weights, steps, finer, values, next, seen, dim, acc },
                         ),
                     },
                     rows => unreachable!("{rows} rows"),
@@ -291,16 +311,19 @@ impl<S: Simd, M: Method<S>, const N: usize> Job<S> for Weigh<'_, '_, S, M, N> {
     unsafe fn run(self, simd: S) {
         let Self(tile, _) = self;
         let (dim, group) = (tile.value_dim, tile.call.group());
+        *tile.finer = false;
         for query in 0..tile.max.len() / group {
             let seen = tile.seen(query * group);
             if seen.is_empty() {
                 if M::COUNTS {
+                    // They weigh nothing where others see something.
                     let rows = query * group..(query + 1) * group;
                     tile.scores[rows.start * N..rows.end * N].fill(0.0);
                     tile.steps[rows].fill(0.0);
                 }
                 continue;
             }
+            let uneven = M::COUNTS && tile.scales.is_some_and(|scales| scales.uneven(seen.clone()));
             let distance = (tile.start as i64 - tile.block.position - query as i64) as f32;
             let (tiles, _) = tile.scores.as_chunks_mut::<N>();
             for head in 0..group {
@@ -316,11 +339,14 @@ impl<S: Simd, M: Method<S>, const N: usize> Job<S> for Weigh<'_, '_, S, M, N> {
                         distance,
                     },
                     scales: tile.scales,
+                    uneven,
                     max: &mut tile.max[row],
                     sum: &mut tile.sum[row],
                     acc: &mut tile.acc[row * dim..][..dim],
                 };
-                *step = row.weigh::<S, M>(simd);
+                let counted = row.weigh::<S, M>(simd);
+                *step = counted.step;
+                *tile.finer |= counted.finer;
             }
         }
     }

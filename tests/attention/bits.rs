@@ -159,21 +159,25 @@ proptest! {
 fn chunks_of_queries_change_no_bit() {
     for isa in isas() {
         for (kv_dtype, query_dtype) in dtypes() {
-            let case =
-                Case { kv_dtype, query_dtype, group: 3, sequences: vec![(600, 130)], ..Case::default() };
-            let row = case.num_heads() * case.v_head_dim;
-            let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-            let parts = [(0, 16), (60, 130), (114, 130), (50, 67)];
-            let drafts = [(100, 101), (100, 107), (109, 110), (113, 115), (114, 115)];
-            for (whole, parts) in [(0..130, &parts[..]), (100..115, &drafts[..])] {
-                let out = case.run_queries(isa, pool(2), whole.clone()).out;
-                for &(from, to) in parts {
-                    let part = case.run_queries(isa, pool(1), from..to).out;
-                    let same = &out[(from - whole.start) * row..(to - whole.start) * row];
-                    assert!(
-                        bits(&part) == bits(same),
-                        "{isa} {kv_dtype} {query_dtype} {from}..{to} of {whole:?}"
-                    );
+            // In pairs of bfloat16, one query head per KV head has a way of its own.
+            let group = if kv_dtype == DType::BF16 && query_dtype == DType::BF16 { [1, 3] } else { [3, 3] };
+            let of =
+                |group| Case { kv_dtype, query_dtype, group, sequences: vec![(600, 130)], ..Case::default() };
+            for case in group.map(of) {
+                let row = case.num_heads() * case.v_head_dim;
+                let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                let parts = [(0, 16), (60, 130), (114, 130), (50, 67)];
+                let drafts = [(100, 101), (100, 107), (109, 110), (113, 115), (114, 115)];
+                for (whole, parts) in [(0..130, &parts[..]), (100..115, &drafts[..])] {
+                    let out = case.run_queries(isa, pool(2), whole.clone()).out;
+                    for &(from, to) in parts {
+                        let part = case.run_queries(isa, pool(1), from..to).out;
+                        let same = &out[(from - whole.start) * row..(to - whole.start) * row];
+                        assert!(
+                            bits(&part) == bits(same),
+                            "{isa} {kv_dtype} {query_dtype} {from}..{to} of {whole:?}"
+                        );
+                    }
                 }
             }
         }

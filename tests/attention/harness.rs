@@ -417,8 +417,8 @@ impl Case {
         // Eight bits of floating point in steps that a head's scale sets may lie beyond 1, where the output's
         // are twice as far apart.
         let output = if self.head_scales { 2.0 * output } else { output };
-        // Of the keys in a tile, few weigh as much as the heaviest.
-        let weights = if self.in_pairs(isa, queries) { 1.0 / 256.0 } else { 4.0 * in_steps };
+        // Half a step for each key of a tile is no more than 2^-12 of their weight.
+        let weights = if self.in_pairs(isa, queries) { 1.0 / 256.0 } else { 8.0 * in_steps };
         (rounding + output + weights, 2.0 * rounding + 1e-7 * bias * far)
     }
 

@@ -221,27 +221,118 @@ fn attention_is_near_what_it_was_before_quantisation() {
 
 #[test]
 fn a_scale_that_is_no_number_shows_where_its_token_is_seen_and_nowhere_else() {
-    for dtype in QUANTISED {
-        for isa in isas() {
-            let mut pages = Pages::poisoned(&layout(dtype, false));
-            let rows = Array::new(&Rng(1).floats(9 * 2 * 70), DType::F32);
+    // Dims that no way through the kernels takes in whole vectors, and that all do.
+    for (dtype, dim, query_dtype) in QUANTISED.into_iter().flat_map(|dtype| {
+        [(70, DType::F32), (64, DType::F32), (64, DType::BF16)].map(|(dim, query)| (dtype, dim, query))
+    }) {
+        for (isa, scale) in isas().into_iter().flat_map(|isa| [(isa, f32::NAN), (isa, f32::INFINITY)]) {
+            let mut pages = Pages::poisoned(&CacheLayout { head_dim: dim, ..layout(dtype, false) });
+            let rows = Array::new(&Rng(1).floats(9 * 2 * dim), DType::F32);
             let (key_pages, _) = pages.views();
             let slots: Vec<i64> = (0..9).collect();
-            write_rows(rows.view([9, 2, 70]), key_pages, &slots, pool(1)).unwrap();
+            write_rows(rows.view([9, 2, dim]), key_pages, &slots, pool(1)).unwrap();
             let scales = key_pages.token_scales().unwrap();
-            let nan = Array::new(&[f32::NAN, 1.0], DType::F32);
-            write_rows(nan.view([1, 2, 1]), scales, &[8], pool(1)).unwrap();
-            let query = Array::new(&[1.0; 3 * 140], DType::F32);
-            let mut out = Array::new(&[0.0; 3 * 140], DType::F32);
+            let bad = Array::new(&[scale, 1.0], DType::F32);
+            write_rows(bad.view([1, 2, 1]), scales, &[8], pool(1)).unwrap();
+            let query = Array::new(&vec![1.0; 3 * 2 * dim], query_dtype);
             let tables =
                 BatchTables { block_table: &[0, 1], max_pages: 2, seq_lens: &[9], cu_seqlens_q: &[0, 3] };
             let options = AttentionOptions { isa: Some(isa), ..AttentionOptions::default() };
-            let (query, out_rows) = (query.view([3, 2, 70]), &mut out.view_mut([3, 2, 70]));
+            let mut out = Array::new(&vec![0.0; 3 * 2 * dim], query_dtype);
+            let (query, out_rows) = (query.view([3, 2, dim]), &mut out.view_mut([3, 2, dim]));
             paged_attention(query, key_pages, key_pages, &tables, &options, out_rows, None, pool(1)).unwrap();
-            let (out, poisoned) = (out.floats(), 2 * 140..2 * 140 + 70);
+            let (out, poisoned) = (out.floats(), 2 * 2 * dim..(2 * 2 + 1) * dim);
             for (i, x) in out.iter().enumerate() {
-                assert_eq!(x.is_nan(), poisoned.contains(&i), "{isa} {dtype} {i}: {x}");
+                assert_eq!(!x.is_finite(), poisoned.contains(&i), "{isa} {dtype} {dim} {scale} {i}: {x}");
             }
+        }
+    }
+}
+
+#[test]
+fn a_query_that_is_no_number_gives_none_and_others_keep_their_bits() {
+    for (kv_dtype, query_dtype) in
+        QUANTISED.into_iter().flat_map(|kv| [DType::F32, DType::BF16].map(|query| (kv, query)))
+    {
+        for (isa, queries) in isas().into_iter().flat_map(|isa| [(isa, 3), (isa, 20)]) {
+            let case = Case { kv_dtype, query_dtype, sequences: vec![(100, queries)], ..Case::default() };
+            let (rows, dim) = (queries * case.num_heads(), case.head_dim);
+            let mut rng = Rng(5);
+            let [key, value] = [(); 2].map(|()| rng.floats(100 * case.num_kv_heads * dim));
+            let mut query = rng.floats(rows * dim);
+            let clean = case.run_given(isa, pool(1), &query, &key, &value).out;
+            for bad in [f32::NAN, f32::INFINITY] {
+                query[5 * dim + 17] = bad;
+                let got = case.run_given(isa, pool(1), &query, &key, &value).out;
+                for (i, (got, clean)) in got.iter().zip(&clean).enumerate() {
+                    let same = got.to_bits() == clean.to_bits();
+                    assert_eq!(same, i / dim != 5, "{isa} {kv_dtype} {query_dtype} {bad} {i}: {got}");
+                    assert_eq!(got.is_nan(), i / dim == 5, "{isa} {kv_dtype} {query_dtype} {bad} {i}: {got}");
+                }
+            }
+        }
+    }
+}
+
+/// Where weights of a tile are rounded together, a large one leaves few bits for the others: of its logit, or
+/// of its value's scale.
+#[test]
+fn the_heaviest_key_of_a_tile_costs_the_others_no_digits() {
+    let case = Case {
+        kv_dtype: DType::I8,
+        num_kv_heads: 1,
+        group: 1,
+        scale: Some(1.0),
+        sequences: vec![(64, 1)],
+        ..Case::default()
+    };
+    let dim = case.head_dim;
+    for isa in isas() {
+        let check = |query: &[f32], key: &[f32], value: &[f32]| {
+            let got = case.run_given(isa, pool(1), query, key, value).out;
+            let shape = reference::Shape { num_heads: 1, num_kv_heads: 1, head_dim: dim, v_head_dim: dim };
+            let (want, _) = reference::attention(shape, query, key, value, &case.options(isa));
+            // What is stored is what was given, but for the first column.
+            for (got, want) in got.iter().zip(&want).skip(1) {
+                let error = (f64::from(*got) - want).abs();
+                assert!(error <= 1.0 / 4096.0, "{isa}: {got}, not {want}");
+            }
+        };
+        let (mut query, mut key) = (vec![0.0; dim], vec![0.0; 64 * dim]);
+        key[0] = 1.0;
+        let ones = vec![1.0; 64 * dim];
+        let mut but_the_first = ones.clone();
+        but_the_first[1..dim].fill(0.0);
+        // All others weigh some half of a step.
+        for logit in [0.0, 3.0, 5.0, 8.0, 10.0, 11.09, 11.1, 12.0, 20.0] {
+            query[0] = logit;
+            check(&query, &key, &ones);
+            check(&query, &key, &but_the_first);
+        }
+        for large in [2.0, 10.0, 15.0, 17.0, 100.0, 1000.0, 2e4, 1e5] {
+            but_the_first[0] = large;
+            check(&vec![0.0; dim], &vec![0.0; 64 * dim], &but_the_first);
+        }
+    }
+}
+
+/// Sums of 32 bits hold the products of so many elements at least as are multiplied as integers.
+#[test]
+fn the_longest_keys_overflow_nothing() {
+    for head_dim in [2048, 4160] {
+        let case = Case {
+            kv_dtype: DType::I8,
+            num_kv_heads: 1,
+            group: 1,
+            head_dim,
+            sequences: vec![(3, 1)],
+            ..Case::default()
+        };
+        let key: Vec<f32> = [1.0_f32, -1.0, -1.0].iter().flat_map(|&x| vec![x; head_dim]).collect();
+        let value: Vec<f32> = [1.0_f32, -1.0, -1.0].iter().flat_map(|&x| vec![x; case.v_head_dim]).collect();
+        for isa in isas() {
+            let got = case.run_given(isa, pool(1), &vec![1.0; head_dim], &key, &value).out;
+            assert!(got.iter().all(|&x| (x - 1.0).abs() < 1e-3), "{isa} {head_dim}: {got:?}");
         }
     }
 }
