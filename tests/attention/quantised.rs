@@ -309,9 +309,17 @@ fn the_heaviest_key_of_a_tile_costs_the_others_no_digits() {
             check(&query, &key, &ones);
             check(&query, &key, &but_the_first);
         }
-        for large in [2.0, 10.0, 15.0, 17.0, 100.0, 1000.0, 2e4, 1e5] {
-            but_the_first[0] = large;
-            check(&vec![0.0; dim], &vec![0.0; 64 * dim], &but_the_first);
+        // One value, or several, in whose first column alone there is something.
+        for (large, tokens) in [2.0, 10.0, 15.0, 17.0, 100.0, 1000.0, 2e4, 1e5]
+            .into_iter()
+            .flat_map(|large| [1, 8, 40].map(|tokens| (large, tokens)))
+        {
+            let mut value = ones.clone();
+            for row in value.chunks_exact_mut(dim).take(tokens) {
+                row.fill(0.0);
+                row[0] = large;
+            }
+            check(&vec![0.0; dim], &vec![0.0; 64 * dim], &value);
         }
     }
 }
