@@ -6,16 +6,15 @@ use std::marker::PhantomData;
 
 use super::columns::{Columns, at_once, load_rows, store_rows};
 use super::gather::Gather;
+use super::integers::Integers;
 use super::method::{FINER, Method};
-use super::simd::{Job, Simd};
+use super::simd::Job;
 use super::tokens::{CACHE_LINE, prefetch};
 
 /// A method whose words hold two elements.
-pub(super) trait InTwos<S: Simd>: Method<S> {
+pub(super) trait InTwos<S: Integers>: Method<S> {
     /// Whether words that are loaded together, in two vectors, are not one behind the other.
     const ZIPPED: bool;
-    /// Words of one element of `a` and one of `b` each; of every eight, the first four in the first vector.
-    fn zip(simd: S, a: S::F32, b: S::F32) -> [S::F32; 2];
 }
 
 /// A [`Gather`] of values whose words hold two elements, with weights that are words of two tokens: the tokens
@@ -29,7 +28,7 @@ pub(super) struct TwoByTwo<'a, M, T, const R: usize, const N: usize> {
     pub(super) method: PhantomData<M>,
 }
 
-impl<S: Simd, M: InTwos<S, Element = T>, T, const R: usize, const N: usize> Job<S>
+impl<S: Integers, M: InTwos<S, Element = T>, T, const R: usize, const N: usize> Job<S>
     for TwoByTwo<'_, M, T, R, N>
 {
     type Output = ();
@@ -41,7 +40,7 @@ impl<S: Simd, M: InTwos<S, Element = T>, T, const R: usize, const N: usize> Job<
     }
 }
 
-impl<S: Simd, M: InTwos<S, Element = T>, T, const R: usize, const N: usize> Columns<S>
+impl<S: Integers, M: InTwos<S, Element = T>, T, const R: usize, const N: usize> Columns<S>
     for TwoByTwo<'_, M, T, R, N>
 {
     const MOST: usize = at_once::<S>(R);
@@ -84,7 +83,7 @@ impl<M, T, const R: usize, const N: usize> TwoByTwo<'_, M, T, R, N> {
     /// # Safety
     /// - As for the job.
     #[inline(always)]
-    unsafe fn sums<S: Simd, const C: usize>(
+    unsafe fn sums<S: Integers, const C: usize>(
         &self,
         simd: S,
         first: usize,
@@ -131,7 +130,7 @@ impl<M, T, const R: usize, const N: usize> TwoByTwo<'_, M, T, R, N> {
             }
             let mut v = [zero; C];
             for i in 0..words {
-                [v[2 * i], v[2 * i + 1]] = M::zip(simd, loaded[0][i], loaded[1][i]);
+                [v[2 * i], v[2 * i + 1]] = simd.zip(loaded[0][i], loaded[1][i]);
             }
             for r in 0..R {
                 // SAFETY: the caller's promise for `weights`.

@@ -206,9 +206,4 @@ impl<S: Pairs, T: Words> Method<S> for Paired<T> {
 
 impl<S: Pairs, T: Words> InTwos<S> for Paired<T> {
     const ZIPPED: bool = T::ZIPPED;
-
-    #[inline(always)]
-    fn zip(simd: S, a: S::F32, b: S::F32) -> [S::F32; 2] {
-        simd.zip(a, b)
-    }
 }

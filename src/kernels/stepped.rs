@@ -115,11 +115,6 @@ impl<S: Integers> Method<S> for Stepped {
 
 impl<S: Integers> InTwos<S> for Stepped {
     const ZIPPED: bool = false;
-
-    #[inline(always)]
-    fn zip(simd: S, a: S::F32, b: S::F32) -> [S::F32; 2] {
-        simd.zip(a, b)
-    }
 }
 
 /// The largest magnitude of some numbers, lane by lane, and their products with 0: comparisons pass over NaN,

@@ -237,54 +237,29 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
         if seen.is_empty() {
             return;
         }
-        let (simd, dim) = (self.simd, self.value_dim);
-        let acc = self.acc[rows.start * dim..rows.end * dim].as_mut_ptr();
-        let weights = self.scores[rows.start * N..rows.end * N].as_ptr();
-        let (steps, finer) = (&self.steps[rows.clone()], *self.finer);
-        // SAFETY: `weights` and `acc` have so many rows; the caller's promise for stored values. Packed
-        // ones are a tile.
+        // SAFETY: the caller's promise for stored values. Packed ones are a tile, and `weights` and `acc` have
+        // so many rows.
         unsafe {
             match values {
                 Values::Stored(values) => match rows.len() {
-                    1 => M::gather(
-                        simd,
-                        Gather::<_, 1, N> { weights, steps, finer, values, next, seen, dim, acc },
-                    ),
-                    2 => M::gather(
-                        simd,
-                        Gather::<_, 2, N> { weights, steps, finer, values, next, seen, dim, acc },
-                    ),
-                    3 => M::gather(
-                        simd,
-                        Gather::<_, 3, N> { weights, steps, finer, values, next, seen, dim, acc },
-                    ),
-                    4 => M::gather(
-                        simd,
-                        Gather::<_, 4, N> { weights, steps, finer, values, next, seen, dim, acc },
-                    ),
-                    5 => M::gather(
-                        simd,
-                        Gather::<_, 5, N> { weights, steps, finer, values, next, seen, dim, acc },
-                    ),
-                    6 => M::gather(
-                        simd,
-                        Gather::<_, 6, N> { weights, steps, finer, values, next, seen, dim, acc },
-                    ),
+                    1 => self.gather_stored::<M, 1>(rows.start, values, next, seen),
+                    2 => self.gather_stored::<M, 2>(rows.start, values, next, seen),
+                    3 => self.gather_stored::<M, 3>(rows.start, values, next, seen),
+                    4 => self.gather_stored::<M, 4>(rows.start, values, next, seen),
+                    5 => self.gather_stored::<M, 5>(rows.start, values, next, seen),
+                    6 => self.gather_stored::<M, 6>(rows.start, values, next, seen),
                     // Not compiled for methods that never need them.
-                    rows if M::ROWS > 6 => match rows {
-                        7 => M::gather(
-                            simd,
-                            Gather::<_, 7, N> { weights, steps, finer, values, next, seen, dim, acc },
-                        ),
-                        _ => M::gather(
-                            simd,
-                            Gather::<_, 8, N> { weights, steps, finer, values, next, seen, dim, acc },
-                        ),
+                    count if M::ROWS > 6 => match count {
+                        7 => self.gather_stored::<M, 7>(rows.start, values, next, seen),
+                        _ => self.gather_stored::<M, 8>(rows.start, values, next, seen),
                     },
                     rows => unreachable!("{rows} rows"),
                 },
                 Values::Packed(values) => {
                     assert!(N == TILE, "packed tiles have one size");
+                    let (simd, dim) = (self.simd, self.value_dim);
+                    let acc = self.acc[rows.start * dim..rows.end * dim].as_mut_ptr();
+                    let weights = self.scores[rows.start * N..rows.end * N].as_ptr();
                     let values = values[..TILE / M::PER_WORD * dim].as_ptr();
                     let method = PhantomData::<M>;
                     match rows.len() {
@@ -298,6 +273,27 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
                 }
             }
         }
+    }
+
+    /// The same of `R` rows from `row` on and values where they lie.
+    ///
+    /// # Safety
+    /// - As for `weighted_sums`.
+    #[inline]
+    unsafe fn gather_stored<M: Method<S>, const R: usize>(
+        &mut self,
+        row: usize,
+        values: Tokens<M::Element>,
+        next: Option<Next<M::Element>>,
+        seen: Range<usize>,
+    ) {
+        let dim = self.value_dim;
+        let weights = self.scores[row * N..][..R * N].as_ptr();
+        let acc = self.acc[row * dim..][..R * dim].as_mut_ptr();
+        let (steps, finer) = (&self.steps[row..][..R], *self.finer);
+        let job = Gather::<_, R, N> { weights, steps, finer, values, next, seen, dim, acc };
+        // SAFETY: `weights` and `acc` have so many rows; the caller's promise for values.
+        unsafe { M::gather(self.simd, job) }
     }
 }
 
