@@ -2,13 +2,13 @@
 
 use std::fmt;
 use std::mem;
-
-use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::sync::OnceBox;
+use crate::sync::{AtomicUsize, OnceBox, Ordering};
 
-/// A number of threads of one's own: nothing here touches rayon's global pool, so two caches, or a
+/// A number of threads, the caller's among them: nothing here touches rayon's global pool, so two caches, or a
 /// cache and its host program, don't share settings.
 ///
 /// They start with the first call that is worth it: a cache that only keeps tables, or serves one
@@ -19,11 +19,13 @@ pub struct ThreadPool {
     started: OnceBox<Started>,
 }
 
-/// The threads of one process.
+/// The threads of one process, besides callers'.
 struct Started {
     process: u32,
     /// None only while being dropped.
     pool: Option<rayon::ThreadPool>,
+    /// Those that no call has taken.
+    idle: AtomicUsize,
     /// Those of a child of that process.
     of_child: OnceBox<Started>,
 }
@@ -37,9 +39,9 @@ impl Drop for Started {
     }
 }
 
-/// Where one call's work runs; `None` is the caller's thread.
+/// Where one call's work runs: on the caller's thread, and on others that are idle then.
 #[derive(Clone, Copy)]
-pub(super) struct Workers<'a>(Option<&'a rayon::ThreadPool>);
+pub(super) struct Workers<'a>(Option<&'a Started>);
 
 /// More threads than the largest machines have cores: a mistake that would bring this one down.
 const MOST_THREADS: usize = 1024;
@@ -47,6 +49,10 @@ const MOST_THREADS: usize = 1024;
 /// Below this many multiply-adds (some 20 microseconds of one core) waking threads costs more than
 /// it saves, and the caller's thread does the work.
 const WORTH_WAKING: u64 = 400_000;
+
+/// For so long the caller's thread looks whether the others are done before it sleeps: waking it may take as long
+/// as a task.
+const PATIENCE: Duration = Duration::from_micros(200);
 
 impl ThreadPool {
     /// A pool of `num_threads`; `None` takes as many as the process may use at once. One thread
@@ -62,7 +68,7 @@ impl ThreadPool {
         }
     }
 
-    /// Threads that share the work.
+    /// Threads that share a call's work, the caller's among them.
     pub fn num_threads(&self) -> usize {
         self.num_threads
     }
@@ -80,13 +86,13 @@ impl ThreadPool {
         loop {
             match place.get() {
                 Some(started) if started.process == process => {
-                    return Ok(Workers(started.pool.as_ref()));
+                    return Ok(Workers(Some(started)));
                 }
                 Some(started) => place = &started.of_child,
                 None => {
-                    let pool = Some(self.start()?);
+                    let (pool, idle) = (Some(self.start()?), AtomicUsize::new(self.num_threads - 1));
                     // If another thread was faster, its threads are used and these end.
-                    place.get_or_make(|| Started { process, pool, of_child: OnceBox::new() });
+                    place.get_or_make(|| Started { process, pool, idle, of_child: OnceBox::new() });
                 }
             }
         }
@@ -94,33 +100,168 @@ impl ThreadPool {
 
     fn start(&self) -> Result<rayon::ThreadPool> {
         rayon::ThreadPoolBuilder::new()
-            .num_threads(self.num_threads)
+            .num_threads(self.num_threads - 1)
             .thread_name(|i| format!("paged-kv-{i}"))
             .build()
-            .map_err(|e| Error::Value(format!("cannot start {} threads: {e}", self.num_threads)))
+            .map_err(|e| Error::Value(format!("cannot start {} threads: {e}", self.num_threads - 1)))
+    }
+}
+
+impl Started {
+    /// Takes idle threads, as many as there are up to `most`.
+    fn take(&self, most: usize) -> Taken<'_> {
+        let take = |idle: usize| Some(idle - idle.min(most));
+        // Relaxed, here and where they are given back: a number of threads, and tasks pass through the pool.
+        let idle = self.idle.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).unwrap_or(0);
+        Taken { idle: &self.idle, count: idle.min(most) }
+    }
+}
+
+/// Threads taken by a call.
+struct Taken<'a> {
+    idle: &'a AtomicUsize,
+    count: usize,
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        self.idle.fetch_add(self.count, Ordering::Relaxed);
     }
 }
 
 impl Workers<'_> {
-    /// How many there are.
+    /// How many there are, if all are idle.
     pub(super) fn count(self) -> usize {
-        self.0.map_or(1, rayon::ThreadPool::current_num_threads)
+        let pool = self.0.and_then(|started| started.pool.as_ref());
+        1 + pool.map_or(0, rayon::ThreadPool::current_num_threads)
     }
 
-    /// Runs `run` on every task, in any order.
+    /// Runs `run` on every task: they begin in order, each as soon as a thread is free, for one may be a thousand
+    /// times another. Threads at work for another call are not waited for.
     pub(super) fn for_each<T: Send>(self, tasks: Vec<T>, run: impl Fn(T) + Sync + Send) {
-        match self.0 {
-            Some(pool) if tasks.len() > 1 => {
-                // A task may be a thousand times another: each may move to an idle thread.
-                pool.install(|| tasks.into_par_iter().with_max_len(1).for_each(run));
+        let most = tasks.len().saturating_sub(1);
+        let others = self.0.map(|started| (started, started.take(most)));
+        let Some((Started { pool: Some(pool), .. }, Taken { count: others @ 1.., .. })) = &others else {
+            return tasks.into_iter().for_each(run);
+        };
+        let tasks: Vec<_> = tasks.into_iter().map(|task| Mutex::new(Some(task))).collect();
+        let (begun, ended) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let work = || {
+            // Relaxed: numbers are given once each, and nothing else goes by them.
+            while let Some(task) = tasks.get(begun.fetch_add(1, Ordering::Relaxed)) {
+                let task = task.lock().unwrap_or_else(PoisonError::into_inner).take();
+                task.into_iter().for_each(&run);
             }
-            _ => tasks.into_iter().for_each(run),
-        }
+        };
+        pool.in_place_scope(|scope| {
+            for _ in 0..*others {
+                scope.spawn(|_| {
+                    work();
+                    // Relaxed, as below: results pass through the end of the scope.
+                    ended.fetch_add(1, Ordering::Relaxed);
+                });
+            }
+            work();
+            let start = Instant::now();
+            while ended.load(Ordering::Relaxed) < *others && start.elapsed() < PATIENCE {
+                std::thread::yield_now();
+            }
+        });
     }
 }
 
 impl fmt::Debug for ThreadPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ThreadPool").field("num_threads", &self.num_threads()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::mpsc::channel;
+    use std::sync::{Barrier, Mutex};
+    use std::thread;
+    use std::time::Duration;
+
+    use super::ThreadPool;
+
+    fn run<T: Send>(pool: &ThreadPool, tasks: Vec<T>, run: impl Fn(T) + Sync + Send) {
+        pool.workers(u64::MAX).unwrap().for_each(tasks, run);
+    }
+
+    #[test]
+    fn every_task_runs_once() {
+        for threads in [1, 2, 3, 7] {
+            let pool = ThreadPool::new(Some(threads)).unwrap();
+            assert_eq!(pool.workers(u64::MAX).unwrap().count(), threads);
+            for count in [0, 1, 2, 7, 1000] {
+                let done = Mutex::new(Vec::new());
+                run(&pool, (0..count).collect(), |task: usize| done.lock().unwrap().push(task));
+                let mut done = done.into_inner().unwrap();
+                done.sort_unstable();
+                assert_eq!(done, (0..count).collect::<Vec<_>>(), "{threads} threads");
+            }
+        }
+    }
+
+    #[test]
+    fn as_many_threads_work_as_were_asked_for_and_the_callers_is_one_of_them() {
+        let pool = ThreadPool::new(Some(3)).unwrap();
+        // Nobody gets past it before all three are there.
+        let (barrier, seen) = (Barrier::new(3), Mutex::new(Vec::new()));
+        run(&pool, vec![(); 3], |()| {
+            barrier.wait();
+            seen.lock().unwrap().push(thread::current().id());
+        });
+        let seen = seen.into_inner().unwrap();
+        assert!(seen.contains(&thread::current().id()) && seen.len() == 3);
+    }
+
+    #[test]
+    fn a_call_does_not_wait_for_threads_at_work_for_another() {
+        let pool = ThreadPool::new(Some(2)).unwrap();
+        thread::scope(|scope| {
+            let (begun, both_begun) = channel();
+            let (end, told_to_end) = channel::<()>();
+            let told_to_end = Mutex::new(told_to_end);
+            let pool = &pool;
+            scope.spawn(move || {
+                run(pool, vec![begun.clone(), begun], |begun| {
+                    begun.send(()).unwrap();
+                    // Until the other side is gone.
+                    _ = told_to_end.lock().unwrap().recv();
+                });
+            });
+            both_begun.recv().unwrap();
+            both_begun.recv().unwrap();
+            let (done, is_done) = channel();
+            scope.spawn(move || {
+                let caller = thread::current().id();
+                run(pool, vec![(); 10], |()| assert_eq!(thread::current().id(), caller));
+                done.send(()).unwrap();
+            });
+            let in_time = is_done.recv_timeout(Duration::from_secs(30));
+            drop(end);
+            in_time.expect("a call of its own thread");
+        });
+        // Both are idle again.
+        let barrier = Barrier::new(2);
+        run(&pool, vec![(); 2], |()| {
+            barrier.wait();
+        });
+    }
+
+    #[test]
+    fn a_panic_in_a_task_reaches_the_caller_and_leaves_all_threads_idle() {
+        let pool = ThreadPool::new(Some(3)).unwrap();
+        for _ in 0..10 {
+            let tasks = || run(&pool, (0..100).collect(), |task: usize| assert!(task % 7 != 3, "on purpose"));
+            catch_unwind(AssertUnwindSafe(tasks)).unwrap_err();
+        }
+        let barrier = Barrier::new(3);
+        run(&pool, vec![(); 3], |()| {
+            barrier.wait();
+        });
     }
 }

@@ -73,7 +73,7 @@ use crate::storage::RegionOptions;
 /// null_page : bool
 ///     Keeps page 0 back, outside `num_pages`: zeros, which padding may refer to.
 /// num_threads : int, optional
-///     Threads for attention; as many as the process may use if None.
+///     Threads for attention, the caller's among them; as many as the process may use if None.
 /// huge_pages : {"auto", "on", "off"}
 ///     Whether the system is asked to back the memory by huge pages.
 /// overcommit : bool

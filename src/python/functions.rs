@@ -72,8 +72,8 @@ use crate::storage::PagesView;
 ///     ``[tokens, num_heads, v_head_dim]`` in the query's dtype: written and returned. It may not
 ///     share memory with the other arrays.
 /// num_threads : int, optional
-///     Threads to share the work; as many as the process may use if None. The result's bits don't
-///     depend on it.
+///     Threads to share the work, the caller's among them; as many as the process may use if None. The
+///     result's bits don't depend on it.
 ///
 /// Returns
 /// -------
