@@ -6,6 +6,7 @@
 mod bound;
 mod cascade;
 mod check;
+mod fold;
 mod merge;
 mod options;
 mod plan;

@@ -11,6 +11,7 @@ use std::ops::Range;
 use super::ThreadPool;
 use super::cascade::{self, Shared};
 use super::check::Sequence;
+use super::fold::Fold;
 use crate::error::Result;
 use crate::kernels::{self, Block, Call, Level, PREFILL, SPLIT, State};
 use crate::storage::RowsViewMut;
@@ -18,6 +19,9 @@ use crate::storage::RowsViewMut;
 /// Rows per KV head that a block of many queries aims at: enough to make a tile of keys ready for,
 /// few enough for their sums to stay in a near cache.
 const ROWS_PER_KV_HEAD: usize = 512;
+
+/// Jobs for each thread, at least, where there are splits enough.
+const JOBS: u64 = 16;
 
 /// A block, and where its results go.
 struct Task<'a> {
@@ -32,16 +36,13 @@ struct Task<'a> {
 
 /// A task in several pieces.
 struct Split<'a> {
-    task: Task<'a>,
-    /// What it has in common with others, by number, in ascending order of splits.
-    shared: Vec<usize>,
-    /// Its own splits, behind those.
-    parts: Vec<Option<State>>,
-}
-
-/// `None` for each of so many splits.
-fn no_parts(splits: usize) -> Vec<Option<State>> {
-    std::iter::repeat_with(|| None).take(splits).collect()
+    block: Block<'a>,
+    sequence: usize,
+    /// Number of its first split, and those that it has not in common with others, so many of them in one job.
+    first: usize,
+    own: Range<usize>,
+    together: usize,
+    parts: Fold<State, Task<'a>>,
 }
 
 /// Computes every row of `out` and `lse`; arguments are checked.
@@ -69,53 +70,61 @@ pub(super) fn run(
     let common = shared.iter().map(|shared| work(call, &shared.block, shared.splits.len() * SPLIT));
     let total = tasks.iter().map(|task| task.work).chain(common).sum();
     let workers = threads.workers(total)?;
+    // Threads wait for the last job no longer than one takes.
+    let most = total.div_ceil(JOBS * threads.num_threads() as u64).max(1);
     let (mut whole, mut split) = (Vec::new(), Vec::new());
     for task in tasks {
-        // Worth splitting: more than its share of a thread's work.
-        let long = task.work * 4 * threads.num_threads() as u64 > total && threads.num_threads() > 1;
-        let splits = task.block.splits(call.mask).len();
-        let shared = shared_by[task.sequence].clone();
-        if !shared.is_empty() || long && splits > 1 {
-            let parts = no_parts(splits - covered(&shared));
-            split.push(Split { task, shared, parts });
+        let Task { block, sequence, work, .. } = task;
+        let Range { start: first, end } = block.splits(call.mask);
+        let own = first.max(covered(&shared_by[sequence]))..end;
+        // Splits of one job.
+        let together = ((own.len() as u64).saturating_mul(most) / work.max(1)).max(1) as usize;
+        if own.start > first || threads.num_threads() > 1 && together < own.len() {
+            split.push(Split { block, sequence, first, own, together, parts: Fold::new(end - first, task) });
         } else {
             whole.push(task);
         }
     }
-    let mut common: Vec<_> = shared.iter().map(|shared| no_parts(shared.splits.len())).collect();
-    let common_jobs = shared.iter().zip(&mut common).flat_map(|(shared, parts)| {
-        let job = |(number, part)| Job::Part { block: shared.block, number, part };
-        shared.splits.clone().zip(parts).map(job)
-    });
-    let part_jobs = split.iter_mut().flat_map(|Split { task, shared, parts }| {
-        let Range { start, end } = task.block.splits(call.mask);
-        let block = task.block;
-        let own = start.max(covered(shared))..end;
-        own.zip(parts).map(move |(number, part)| Job::Part { block, number, part })
+    let common_jobs = shared
+        .iter()
+        .flat_map(|shared| shared.splits.clone().map(move |number| Job::Common { shared, number }));
+    let part_jobs = split.iter().flat_map(|of| {
+        let starts = of.own.clone().step_by(of.together);
+        starts.map(move |start| Job::Part { of, splits: start..of.own.end.min(start + of.together) })
     });
     let jobs = common_jobs.chain(part_jobs).chain(whole.into_iter().map(Job::Whole)).collect();
+    let join = |whole: &mut State, next: &State| kernels::merge(level, whole, next);
+    let add = |of: &Split, number: usize, part: State| {
+        if let Some((whole, Task { out, lse, .. })) = of.parts.add(number - of.first, part, join) {
+            whole.finish(call, &of.block, out, lse);
+        }
+    };
     workers.for_each(jobs, |job| match job {
-        Job::Part { block, number, part } => {
-            *part = Some(kernels::attend(level, call, &block, number..number + 1));
+        Job::Common { shared: Shared { sequences, block, .. }, number } => {
+            kernels::attend(level, call, block, number..number + 1, &mut |state| {
+                let first = split.partition_point(|of| of.sequence < sequences.start);
+                for of in split[first..].iter().take_while(|of| of.sequence < sequences.end) {
+                    add(of, number, state.part(block, &of.block, call.group()));
+                }
+            });
         }
-        Job::Whole(task) => {
-            let splits = task.block.splits(call.mask);
-            kernels::attend(level, call, &task.block, splits).finish(call, &task.block, task.out, task.lse);
+        Job::Part { of, splits } => {
+            let mut number = splits.start;
+            kernels::attend(level, call, &of.block, splits, &mut |state| {
+                add(of, number, state);
+                number += 1;
+            });
         }
-    });
-    workers.for_each(split, |Split { task, shared: numbers, parts }| {
-        let begin = numbers.into_iter().flat_map(|number| {
-            let parts = common[number].iter().flatten();
-            parts.map(move |part| (number, part))
-        });
-        let begin = begin.map(|(number, part)| part.part(&shared[number].block, &task.block, call.group()));
-        let whole = begin.chain(parts.into_iter().flatten()).reduce(|mut whole, part| {
-            whole.merge(&part);
-            whole
-        });
-        // One at least: tasks of one piece are whole.
-        if let Some(whole) = whole {
-            whole.finish(call, &task.block, task.out, task.lse);
+        Job::Whole(Task { block, out, lse, .. }) => {
+            let mut whole = None;
+            kernels::attend(level, call, &block, block.splits(call.mask), &mut |state| match &mut whole {
+                Some(whole) => join(whole, &state),
+                None => whole = Some(state),
+            });
+            // One at least.
+            if let Some(whole) = whole {
+                whole.finish(call, &block, out, lse);
+            }
         }
     });
     Ok(())
@@ -128,8 +137,10 @@ fn work(call: &Call, block: &Block, keys: usize) -> u64 {
 }
 
 enum Job<'a, 'b> {
-    /// One split of a long block.
-    Part { block: Block<'a>, number: usize, part: &'b mut Option<State> },
+    /// One split that several sequences have in common.
+    Common { shared: &'b Shared<'a>, number: usize },
+    /// Some splits of a long block.
+    Part { of: &'b Split<'a>, splits: Range<usize> },
     /// All splits of a block.
     Whole(Task<'a>),
 }

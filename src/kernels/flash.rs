@@ -112,21 +112,29 @@ impl Block<'_> {
     }
 }
 
-/// Attention of a block over the keys of some splits, first to last.
+/// Attention of a block over the keys of some splits: gives `each` what its rows saw in one of them, first to
+/// last, or that they saw nothing if there are none.
 ///
 /// # Panics
 /// If shapes don't fit, or a page number that is needed lies outside the pool.
-pub(super) fn attend<S: Simd>(simd: S, call: &Call, block: &Block, splits: Range<usize>) -> State {
+pub(super) fn attend<S: Simd>(
+    simd: S,
+    call: &Call,
+    block: &Block,
+    splits: Range<usize>,
+    each: &mut dyn FnMut(State),
+) {
     match call.key_pages.layout().dtype {
-        DType::F32 => Pass::<S, Widened<f32>>::new(simd, call, block).run(splits),
-        DType::F16 => Pass::<S, Widened<f16>>::new(simd, call, block).run(splits),
-        DType::BF16 => Pass::<S, Widened<bf16>>::new(simd, call, block).run(splits),
-        DType::I8 => Pass::<S, Widened<i8>>::new(simd, call, block).run(splits),
-        DType::F8E4M3 => Pass::<S, Widened<F8E4M3>>::new(simd, call, block).run(splits),
+        DType::F32 => Pass::<S, Widened<f32>>::new(simd, call, block).run(splits, each),
+        DType::F16 => Pass::<S, Widened<f16>>::new(simd, call, block).run(splits, each),
+        DType::BF16 => Pass::<S, Widened<bf16>>::new(simd, call, block).run(splits, each),
+        DType::I8 => Pass::<S, Widened<i8>>::new(simd, call, block).run(splits, each),
+        DType::F8E4M3 => Pass::<S, Widened<F8E4M3>>::new(simd, call, block).run(splits, each),
     }
 }
 
-/// The same of few queries and keys and values that are integers and whole vectors, in steps; none of others.
+/// The same of few queries and keys and values that are integers and whole vectors, in steps; of others
+/// nothing, and `false`.
 ///
 /// # Panics
 /// As [`attend`].
@@ -136,11 +144,15 @@ pub(super) fn attend_in_steps<S: Integers>(
     call: &Call,
     block: &Block,
     splits: Range<usize>,
-) -> Option<State> {
+    each: &mut dyn FnMut(State),
+) -> bool {
     let (k, v) = (call.key_pages.layout(), call.value_pages.layout());
     let whole = [k.head_dim, v.head_dim].iter().all(|dim| dim.is_multiple_of(2 * S::LANES));
     let fits = k.dtype == DType::I8 && !block.prefill && whole && k.head_dim <= MOST_ELEMENTS;
-    fits.then(|| Pass::<S, Stepped>::new(simd, call, block).run(splits))
+    if fits {
+        Pass::<S, Stepped>::new(simd, call, block).run(splits, each);
+    }
+    fits
 }
 
 /// The same where bfloat16 are multiplied in pairs, if all that is multiplied becomes bfloat16 without loss,
@@ -149,7 +161,13 @@ pub(super) fn attend_in_steps<S: Integers>(
 /// # Panics
 /// As [`attend`].
 #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "no set of other CPUs has pairs yet"))]
-pub(super) fn attend_in_pairs<S: Pairs>(simd: S, call: &Call, block: &Block, splits: Range<usize>) -> State {
+pub(super) fn attend_in_pairs<S: Pairs>(
+    simd: S,
+    call: &Call,
+    block: &Block,
+    splits: Range<usize>,
+    each: &mut dyn FnMut(State),
+) {
     let (k, v) = (call.key_pages.layout(), call.value_pages.layout());
     // Of bytes, twice as many go together.
     let together = 2 * S::LANES * if k.dtype.is_quantised() { 2 } else { 1 };
@@ -159,11 +177,11 @@ pub(super) fn attend_in_pairs<S: Pairs>(simd: S, call: &Call, block: &Block, spl
     let pays = block.prefill || call.group() > 1 || k.dtype == DType::F8E4M3;
     match k.dtype {
         DType::BF16 | DType::I8 | DType::F8E4M3 if call.query.dtype() != DType::BF16 || !whole || !pays => {
-            attend(simd, call, block, splits)
+            attend(simd, call, block, splits, each);
         }
-        DType::BF16 => Pass::<S, Paired<bf16>>::new(simd, call, block).run(splits),
-        DType::I8 => Pass::<S, Paired<i8>>::new(simd, call, block).run(splits),
-        DType::F8E4M3 => Pass::<S, Paired<F8E4M3>>::new(simd, call, block).run(splits),
-        DType::F32 | DType::F16 => attend(simd, call, block, splits),
+        DType::BF16 => Pass::<S, Paired<bf16>>::new(simd, call, block).run(splits, each),
+        DType::I8 => Pass::<S, Paired<i8>>::new(simd, call, block).run(splits, each),
+        DType::F8E4M3 => Pass::<S, Paired<F8E4M3>>::new(simd, call, block).run(splits, each),
+        DType::F32 | DType::F16 => attend(simd, call, block, splits, each),
     }
 }

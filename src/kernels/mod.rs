@@ -62,26 +62,38 @@ pub(crate) fn error_bound(level: Level, call: &Call, block: &Block) -> Vec<f64> 
     isa::dispatch!(level, simd => bound::error_bound(simd, call, block))
 }
 
-/// Attention of a block over the keys of some splits, first to last.
-pub(crate) fn attend(level: Level, call: &Call, block: &Block, splits: Range<usize>) -> State {
+/// Attention of a block over the keys of some splits: gives `each` what its rows saw in one of them, first to
+/// last, or that they saw nothing if there are none.
+pub(crate) fn attend(
+    level: Level,
+    call: &Call,
+    block: &Block,
+    splits: Range<usize>,
+    each: &mut dyn FnMut(State),
+) {
     #[cfg(target_arch = "x86_64")]
     {
-        let in_steps = match level {
-            Level::Scalar(_) => None,
-            Level::Avx2(simd) => flash::attend_in_steps(simd, call, block, splits.clone()),
+        let done = match level {
+            Level::Scalar(_) => false,
+            Level::Avx2(simd) => flash::attend_in_steps(simd, call, block, splits.clone(), each),
             // Sums of integers are exact: they have the same bits with one instruction as with two.
             Level::Avx512(simd) => match x86_64::Avx512::<{ x86_64::VNNI }>::new() {
-                Some(simd) => flash::attend_in_steps(simd, call, block, splits.clone()),
-                None => flash::attend_in_steps(simd, call, block, splits.clone()),
+                Some(simd) => flash::attend_in_steps(simd, call, block, splits.clone(), each),
+                None => flash::attend_in_steps(simd, call, block, splits.clone(), each),
             },
-            Level::Avx512Bf16(simd) => flash::attend_in_steps(simd, call, block, splits.clone()),
+            Level::Avx512Bf16(simd) => flash::attend_in_steps(simd, call, block, splits.clone(), each),
         };
-        if let Some(state) = in_steps {
-            return state;
+        if done {
+            return;
         }
         if let Level::Avx512Bf16(simd) = level {
-            return flash::attend_in_pairs(simd, call, block, splits);
+            return flash::attend_in_pairs(simd, call, block, splits, each);
         }
     }
-    isa::dispatch!(level, simd => flash::attend(simd, call, block, splits))
+    isa::dispatch!(level, simd => flash::attend(simd, call, block, splits, each));
+}
+
+/// Adds to what some rows saw what the same rows saw in the next part of the keys.
+pub(crate) fn merge(level: Level, state: &mut State, next: &State) {
+    isa::dispatch!(level, simd => state.merge(simd, next));
 }

@@ -124,14 +124,16 @@ impl<'a, S: Simd, M: Method<S>> Pass<'a, S, M> {
         }
     }
 
-    /// Split by split, each from nothing, joined in order: as if each had been another task's.
+    /// Split by split, each from nothing, as if each had been another task's; of no split, that nothing was seen.
     ///
     /// # Panics
     /// If a page number that is needed lies outside the pool.
-    pub(super) fn run(mut self, splits: Range<usize>) -> State {
+    pub(super) fn run(mut self, splits: Range<usize>, each: &mut dyn FnMut(State)) {
         let Rows { call, block, .. } = self.rows;
-        let (seen, long) = (block.seen(call.mask), block.split());
-        let (mut whole, last) = (None::<State>, splits.end);
+        let (seen, long, last) = (block.seen(call.mask), block.split(), splits.end);
+        if splits.is_empty() {
+            return each(self.rows.state);
+        }
         for split in splits {
             for start in (split * long..(split + 1) * long).step_by(SPLIT) {
                 let keys = seen.start.max(start)..seen.end.min(start + SPLIT);
@@ -145,15 +147,11 @@ impl<'a, S: Simd, M: Method<S>> Pass<'a, S, M> {
                     }
                 }
             }
-            let state = &mut self.rows.state;
-            if let Some(whole) = &mut whole {
-                whole.merge(state);
-                state.clear();
-            } else if split + 1 < last {
-                let fresh = state.like();
-                whole = Some(std::mem::replace(state, fresh));
+            if split + 1 == last {
+                return each(self.rows.state);
             }
+            let fresh = self.rows.state.like();
+            each(std::mem::replace(&mut self.rows.state, fresh));
         }
-        whole.unwrap_or(self.rows.state)
     }
 }

@@ -4,7 +4,7 @@ use super::flash::{Block, Call};
 use super::pairs::unzip;
 use super::rows::store_row;
 use super::scratch::Scratch;
-use super::simd::join_neighbours;
+use super::simd::{Job, Simd, join_neighbours};
 use super::softmax::rescale;
 use crate::storage::RowsViewMut;
 
@@ -73,26 +73,11 @@ impl State {
         state
     }
 
-    /// Forgets what was seen.
-    pub(super) fn clear(&mut self) {
-        self.acc.fill(0.0);
-        self.max.fill(f32::NEG_INFINITY);
-        self.sum.fill(0.0);
-    }
-
     /// Adds what the same rows saw in the next part of the keys.
-    pub(crate) fn merge(&mut self, next: &Self) {
+    pub(super) fn merge<S: Simd>(&mut self, simd: S, next: &Self) {
         assert_eq!(self.acc.len(), next.acc.len(), "parts of different blocks");
-        for row in 0..self.max.len() {
-            let max = self.max[row].max(next.max[row]);
-            let (mine, theirs) = (rescale(self.max[row], max), rescale(next.max[row], max));
-            self.max[row] = max;
-            self.sum[row] = self.sum[row] * mine + next.sum[row] * theirs;
-            let range = row * self.stride..(row + 1) * self.stride;
-            for (a, &b) in self.acc[range.clone()].iter_mut().zip(&next.acc[range]) {
-                *a = *a * mine + b * theirs;
-            }
-        }
+        // SAFETY: it asks for nothing.
+        unsafe { simd.call(Merge { state: self, next }) }
     }
 
     /// Normalises and rounds into `out` (and `lse`, of width 1), whose rows are the block's queries
@@ -134,6 +119,31 @@ impl State {
             store_row(&mut out, query, head, &acc[..dim]);
             if let Some(lse) = &mut lse {
                 store_row(lse, query, head, &[max + sum.ln()]);
+            }
+        }
+    }
+}
+
+/// Adds what the same rows saw in the next part of the keys.
+struct Merge<'a> {
+    state: &'a mut State,
+    next: &'a State,
+}
+
+impl<S: Simd> Job<S> for Merge<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run(self, _: S) {
+        let Self { state, next } = self;
+        for row in 0..state.max.len() {
+            let max = state.max[row].max(next.max[row]);
+            let (mine, theirs) = (rescale(state.max[row], max), rescale(next.max[row], max));
+            state.max[row] = max;
+            state.sum[row] = state.sum[row] * mine + next.sum[row] * theirs;
+            let range = row * state.stride..(row + 1) * state.stride;
+            for (a, &b) in state.acc[range.clone()].iter_mut().zip(&next.acc[range]) {
+                *a = *a * mine + b * theirs;
             }
         }
     }
