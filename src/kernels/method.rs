@@ -104,7 +104,7 @@ impl<S: Simd, T: Stored> Method<S> for Widened<T> {
     type Prepared = Widened<f32>;
     const PER_WORD: usize = 1;
     const STORED: usize = size_of::<T>();
-    const ROWS: usize = PACKED_ROWS;
+    const ROWS: usize = if S::REGISTERS >= 32 { 8 } else { PACKED_ROWS };
 
     fn order(as_they_lie: bool) -> Order {
         if as_they_lie && T::PARTED { Order::Parted(S::LANES) } else { Order::Straight }

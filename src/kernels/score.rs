@@ -45,7 +45,7 @@ impl<S: Simd, M: Method<S, Element = T>, T, const R: usize, const N: usize> Job<
         let at_once = match (R, S::REGISTERS) {
             (1, _) => 8,
             (2, _) => 4,
-            (_, 32..) if bytes || M::COUNTS && R <= 4 => 4,
+            (_, 32..) if bytes && R <= 6 || M::COUNTS && R <= 4 => 4,
             (3, ..32) => 3,
             _ => 2,
         };

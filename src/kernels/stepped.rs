@@ -84,29 +84,39 @@ impl<S: Integers> Method<S> for Stepped {
     /// four times the largest.
     #[inline(always)]
     fn count_weights<const N: usize>(simd: S, row: &mut [f32; N], uneven: bool) -> Counted {
-        let (vectors, zero) = (N / S::LANES, simd.splat(0.0));
+        let zero = simd.splat(0.0);
         let mut weights = [zero; TILE / 8];
-        let mut largest = Largest { magnitude: zero, zeros: zero };
-        let mut sum = zero;
-        for (i, weight) in weights.iter_mut().enumerate().take(vectors) {
+        let weights = &mut weights[..N / S::LANES];
+        let (mut largest, mut mean) = (zero, zero);
+        for (i, weight) in weights.iter_mut().enumerate() {
             // SAFETY: as many vectors as the row has.
             *weight = unsafe { simd.load(row.as_ptr().add(i * S::LANES)) };
-            largest.add(simd, *weight);
-            sum = simd.add(sum, simd.abs(*weight));
+            let magnitude = simd.abs(*weight);
+            largest = simd.max(magnitude, largest);
+            mean = simd.mul_add(magnitude, simd.splat(1.0 / N as f32), mean);
         }
-        let (step, inverse) = largest.step(simd);
-        let finer = uneven || simd.sum(sum) < N as f32 / 16.0 * STEPS * step;
+        let mean = simd.sum(mean);
+        let (step, inverse) = step_of(simd.max_lane(largest));
+        // Comparisons pass over NaN, and the mean shows it, and infinity.
+        let step = step + mean * 0.0;
+        let finer = uneven || mean < STEPS / 16.0 * step;
+        let inverse = simd.splat(inverse);
         let whole: *mut i16 = row.as_mut_ptr().cast();
-        for (i, &weight) in weights.iter().enumerate().take(vectors) {
-            let steps = simd.mul(weight, inverse);
-            let mut left = zero;
-            if finer {
-                left = simd.mul(simd.sub(steps, simd.round(steps)), simd.splat(1.0 / FINER));
-            }
-            // SAFETY: twice as many integers as there were weights.
+        for (i, weight) in weights.iter_mut().enumerate() {
+            *weight = simd.mul(*weight, inverse);
+            // SAFETY: half as long as the row.
+            unsafe { simd.store_i16(whole.add(i * S::LANES), *weight) }
+        }
+        let left = row[N / 2..].as_mut_ptr();
+        for (i, &steps) in weights.iter().enumerate() {
+            // SAFETY: as long as the other half.
             unsafe {
-                simd.store_i16(whole.add(i * S::LANES), steps);
-                simd.store_i16(whole.add(N + i * S::LANES), left);
+                if finer {
+                    let left_over = simd.mul(simd.sub(steps, simd.round(steps)), simd.splat(1.0 / FINER));
+                    simd.store_i16(left.cast::<i16>().add(i * S::LANES), left_over);
+                } else if i % 2 == 0 {
+                    simd.store(left.add(i / 2 * S::LANES), zero);
+                }
             }
         }
         Counted { step, finer }
@@ -117,27 +127,11 @@ impl<S: Integers> InTwos<S> for Stepped {
     const ZIPPED: bool = false;
 }
 
-/// The largest magnitude of some numbers, lane by lane, and their products with 0: comparisons pass over NaN,
-/// and these show it, and infinity.
-struct Largest<F> {
-    magnitude: F,
-    zeros: F,
-}
-
-impl<F: Copy> Largest<F> {
-    #[inline(always)]
-    fn add<S: Integers<F32 = F>>(&mut self, simd: S, x: F) {
-        self.magnitude = simd.max(simd.abs(x), self.magnitude);
-        self.zeros = simd.mul_add(x, simd.splat(0.0), self.zeros);
-    }
-
-    /// The step of which the largest number has [`STEPS`], which is NaN if a number is none, or infinite; and
-    /// its inverse.
-    #[inline(always)]
-    fn step<S: Integers<F32 = F>>(&self, simd: S) -> (f32, F) {
-        let step = (simd.max_lane(self.magnitude) / STEPS).max(LEAST);
-        (step + simd.sum(self.zeros), simd.splat(1.0 / step))
-    }
+/// The step of which a magnitude has [`STEPS`], and its inverse.
+#[inline(always)]
+fn step_of(largest: f32) -> (f32, f32) {
+    let largest = largest.max(LEAST * STEPS);
+    (largest * (1.0 / STEPS), STEPS / largest)
 }
 
 /// Counts a row of queries in steps, and returns the step.
@@ -156,17 +150,19 @@ impl<S: Integers> Job<S> for Count {
     #[inline(always)]
     unsafe fn run(self, simd: S) -> f32 {
         let Self { from, len, to } = self;
-        let zero = simd.splat(0.0);
-        let mut largest = Largest { magnitude: zero, zeros: zero };
+        let (mut largest, mut zeros) = (simd.splat(0.0), simd.splat(0.0));
         for i in (0..len).step_by(S::LANES) {
             // SAFETY: the caller's promise.
-            largest.add(simd, unsafe { simd.load(from.add(i)) });
+            let x = unsafe { simd.load(from.add(i)) };
+            largest = simd.max(simd.abs(x), largest);
+            // Comparisons pass over NaN, and these show it, and infinity.
+            zeros = simd.mul_add(x, simd.splat(0.0), zeros);
         }
-        let (step, inverse) = largest.step(simd);
+        let (step, inverse) = step_of(simd.max_lane(largest));
         for i in (0..len).step_by(S::LANES) {
             // SAFETY: the caller's promise.
-            unsafe { simd.store_i16(to.add(i), simd.mul(simd.load(from.add(i)), inverse)) }
+            unsafe { simd.store_i16(to.add(i), simd.mul(simd.load(from.add(i)), simd.splat(inverse))) }
         }
-        step
+        step + simd.sum(zeros)
     }
 }
