@@ -241,7 +241,7 @@ mod tests {
                 run(pool, vec![(); 10], |()| assert_eq!(thread::current().id(), caller));
                 done.send(()).unwrap();
             });
-            let in_time = is_done.recv_timeout(Duration::from_secs(30));
+            let in_time = is_done.recv_timeout(Duration::from_secs(120));
             drop(end);
             in_time.expect("a call of its own thread");
         });
