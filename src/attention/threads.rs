@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
-use crate::sync::{AtomicUsize, OnceBox, Ordering};
+use crate::sync::{AtomicUsize, OnceBox, Ordering, hint};
 
 /// A number of threads, the caller's among them: nothing here touches rayon's global pool, so two caches, or a
 /// cache and its host program, don't share settings.
@@ -50,8 +50,8 @@ const MOST_THREADS: usize = 1024;
 /// it saves, and the caller's thread does the work.
 const WORTH_WAKING: u64 = 400_000;
 
-/// For so long the caller's thread looks whether the others are done before it sleeps: waking it may take as long
-/// as a task.
+/// So long at most, and half as long as it worked, the caller's thread looks whether the others are done before it
+/// sleeps: about what waking it takes. It doesn't yield, as another process might keep the core for milliseconds.
 const PATIENCE: Duration = Duration::from_micros(200);
 
 impl ThreadPool {
@@ -145,7 +145,7 @@ impl Workers<'_> {
             return tasks.into_iter().for_each(run);
         };
         let tasks: Vec<_> = tasks.into_iter().map(|task| Mutex::new(Some(task))).collect();
-        let (begun, ended) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let (begun, ended, start) = (AtomicUsize::new(0), AtomicUsize::new(0), Instant::now());
         let work = || {
             // Relaxed: numbers are given once each, and nothing else goes by them.
             while let Some(task) = tasks.get(begun.fetch_add(1, Ordering::Relaxed)) {
@@ -162,9 +162,10 @@ impl Workers<'_> {
                 });
             }
             work();
-            let start = Instant::now();
-            while ended.load(Ordering::Relaxed) < *others && start.elapsed() < PATIENCE {
-                std::thread::yield_now();
+            let worked = start.elapsed();
+            let until = worked + PATIENCE.min(worked / 2);
+            while ended.load(Ordering::Relaxed) < *others && start.elapsed() < until {
+                hint::spin_loop();
             }
         });
     }
@@ -241,7 +242,7 @@ mod tests {
                 run(pool, vec![(); 10], |()| assert_eq!(thread::current().id(), caller));
                 done.send(()).unwrap();
             });
-            let in_time = is_done.recv_timeout(Duration::from_secs(120));
+            let in_time = is_done.recv_timeout(Duration::from_secs(100));
             drop(end);
             in_time.expect("a call of its own thread");
         });
