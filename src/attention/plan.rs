@@ -70,8 +70,9 @@ pub(super) fn run(
     let common = shared.iter().map(|shared| work(call, &shared.block, shared.splits.len() * SPLIT));
     let total = tasks.iter().map(|task| task.work).chain(common).sum();
     let workers = threads.workers(total)?;
+    let several = workers.count() > 1;
     // Threads wait for the last job no longer than one takes.
-    let most = total.div_ceil(JOBS * threads.num_threads() as u64).max(1);
+    let most = total.div_ceil(JOBS * workers.count() as u64).max(1);
     let (mut whole, mut split) = (Vec::new(), Vec::new());
     for task in tasks {
         let Task { block, sequence, work, .. } = task;
@@ -79,7 +80,7 @@ pub(super) fn run(
         let own = first.max(covered(&shared_by[sequence]))..end;
         // Splits of one job.
         let together = ((own.len() as u64).saturating_mul(most) / work.max(1)).max(1) as usize;
-        if own.start > first || threads.num_threads() > 1 && together < own.len() {
+        if own.start > first || several && together < own.len() {
             split.push(Split { block, sequence, first, own, together, parts: Fold::new(end - first, task) });
         } else {
             whole.push(task);

@@ -107,17 +107,16 @@ impl<S: Integers> Method<S> for Stepped {
             // SAFETY: half as long as the row.
             unsafe { simd.store_i16(whole.add(i * S::LANES), *weight) }
         }
-        let left = row[N / 2..].as_mut_ptr();
-        for (i, &steps) in weights.iter().enumerate() {
-            // SAFETY: as long as the other half.
-            unsafe {
-                if finer {
-                    let left_over = simd.mul(simd.sub(steps, simd.round(steps)), simd.splat(1.0 / FINER));
-                    simd.store_i16(left.cast::<i16>().add(i * S::LANES), left_over);
-                } else if i % 2 == 0 {
-                    simd.store(left.add(i / 2 * S::LANES), zero);
-                }
+        let left = &mut row[N / 2..];
+        if finer {
+            let left: *mut i16 = left.as_mut_ptr().cast();
+            for (i, &steps) in weights.iter().enumerate() {
+                let part = simd.mul(simd.sub(steps, simd.round(steps)), simd.splat(1.0 / FINER));
+                // SAFETY: as long as the other half.
+                unsafe { simd.store_i16(left.add(i * S::LANES), part) }
             }
+        } else {
+            left.fill(0.0);
         }
         Counted { step, finer }
     }
