@@ -3,6 +3,7 @@
 #![expect(clippy::needless_range_loop, reason = "zip stays a call where a profile has no LTO at all")]
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use super::columns::{Columns, at_once, load_rows, store_rows};
 use super::gather::Gather;
@@ -55,7 +56,7 @@ impl<S: Integers, M: InTwos<S, Element = T>, T, const R: usize, const N: usize> 
             // SAFETY: the caller's promise for `acc`.
             return unsafe {
                 let rows = load_rows::<S, R, C>(simd, acc, *dim);
-                store_rows(simd, self.sums(simd, first, 0, rows), acc, *dim);
+                store_rows(simd, self.sums_of(simd, first, 0, rows), acc, *dim);
             };
         }
         // What is left of weights that were rounded to whole steps lies behind these, in finer ones.
@@ -63,7 +64,7 @@ impl<S: Integers, M: InTwos<S, Element = T>, T, const R: usize, const N: usize> 
         for &(part, finer) in &parts[..if *with_finer { 2 } else { 1 }] {
             // SAFETY: the caller's promise.
             unsafe {
-                let sums = self.sums(simd, first, part, [[simd.splat(0.0); C]; R]);
+                let sums = self.sums_of(simd, first, part, [[simd.splat(0.0); C]; R]);
                 let mut rows = load_rows::<S, R, C>(simd, acc, *dim);
                 for r in 0..R {
                     let step = simd.splat(steps[r] * finer);
@@ -83,7 +84,34 @@ impl<M, T, const R: usize, const N: usize> TwoByTwo<'_, M, T, R, N> {
     /// # Safety
     /// - As for the job.
     #[inline(always)]
-    unsafe fn sums<S: Integers, const C: usize>(
+    unsafe fn sums_of<S: Integers, const C: usize>(
+        &self,
+        simd: S,
+        first: usize,
+        part: usize,
+        sums: [[S::F32; C]; R],
+    ) -> [[S::F32; C]; R]
+    where
+        M: InTwos<S, Element = T>,
+    {
+        let Range { start, end } = self.gather.seen;
+        // SAFETY: the caller's promise.
+        unsafe {
+            // Mostly, where asking for each token would take a third of the instructions.
+            if start == 0 && end == N {
+                self.sums::<S, C, true>(simd, first, part, sums)
+            } else {
+                self.sums::<S, C, false>(simd, first, part, sums)
+            }
+        }
+    }
+
+    /// The same of a `WHOLE` tile or not.
+    ///
+    /// # Safety
+    /// - As for the job.
+    #[inline(always)]
+    unsafe fn sums<S: Integers, const C: usize, const WHOLE: bool>(
         &self,
         simd: S,
         first: usize,
@@ -94,6 +122,8 @@ impl<M, T, const R: usize, const N: usize> TwoByTwo<'_, M, T, R, N> {
         M: InTwos<S, Element = T>,
     {
         let Gather { weights, values, next, seen, .. } = &self.gather;
+        let seen = if WHOLE { &(0..N) } else { seen };
+        assert!(seen.end <= values.offsets.len(), "a place for each token");
         let zero = simd.splat(0.0);
         // Vectors of words, and the first word.
         let (words, word) = (C / 2, first / 2 * S::LANES);
@@ -110,7 +140,7 @@ impl<M, T, const R: usize, const N: usize> TwoByTwo<'_, M, T, R, N> {
             // One token after the other, as they lie. What is not seen is not read: it may be no number.
             let mut loaded = [[zero; C]; 2];
             for (token, loaded) in tokens.into_iter().zip(&mut loaded) {
-                if seen.contains(&token) {
+                if WHOLE || seen.contains(&token) {
                     let value = values.at(token);
                     for i in 0..words {
                         // SAFETY: the caller's promise for this token's value. Half of what is zipped

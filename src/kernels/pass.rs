@@ -80,7 +80,7 @@ impl<S: Simd> Rows<'_, S> {
             scales,
             scores: &mut self.scores[kv_head * rows * N..][..rows * N],
             acc: &mut self.state.acc[kv_head * rows * value_dim..][..rows * value_dim],
-            max: &mut self.state.max[kv_head * rows..][..rows],
+            reference: &mut self.state.reference[kv_head * rows..][..rows],
             sum: &mut self.state.sum[kv_head * rows..][..rows],
         }
     }

@@ -104,11 +104,15 @@ impl Scales {
     pub(super) fn locate(&mut self, place: usize, page: usize, slot: usize, run: usize) {
         let l = &self.layout;
         assert!(page < l.num_pages && slot + run <= l.page_size, "slots of the pool");
-        ascend(&mut self.offsets[place..place + run], l.offset(page, 0, slot), l.token_stride);
         let end = place + run;
         for group in place / TOGETHER..end.div_ceil(TOGETHER) {
-            let inside = group * TOGETHER >= place && (group + 1) * TOGETHER <= end;
-            self.together[group] = inside && l.token_stride == 1;
+            let tokens = place.max(group * TOGETHER)..end.min((group + 1) * TOGETHER);
+            let first = l.offset(page, 0, slot + tokens.start - place);
+            let together = tokens.len() == TOGETHER && l.token_stride == 1;
+            self.together[group] = together;
+            // Of those that are together, the first names all.
+            let named = if together { 1 } else { tokens.len() };
+            ascend(&mut self.offsets[tokens][..named], first, l.token_stride);
         }
     }
 

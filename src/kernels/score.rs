@@ -40,23 +40,28 @@ impl<S: Simd, M: Method<S, Element = T>, T, const R: usize, const N: usize> Job<
         // All rows at once, so that a key is widened once, and as many keys as registers hold sums for
         // beside a vector of each, a query's and constants. With registers enough, no more than it takes
         // for sums not to wait for their last addition, as memory is best asked for one key at a time;
-        // but single bytes wait for arithmetic.
+        // but single bytes wait for arithmetic. Sixteen vectors of sums are best summed up together.
         let bytes = M::STORED == 1;
-        let at_once = match (R, S::REGISTERS) {
-            (1, _) => 8,
-            (2, _) => 4,
-            (_, 32..) if bytes && R <= 6 || M::COUNTS && R <= 4 => 4,
-            (3, ..32) => 3,
-            _ => 2,
+        let (summed, at_once) = match (R, S::REGISTERS) {
+            // Key by key, in the order in which they lie: then the processor itself asks memory for what
+            // follows, too.
+            (1, _) => (8, if size_of::<T>() > 1 { 1 } else { 8 }),
+            (2, _) => (4, 4),
+            (_, 32..) if bytes && R <= 6 || M::COUNTS && R <= 4 => (4, 4),
+            (3 | 4, 32..) => (4, 2),
+            (3, _) => (3, 3),
+            _ => (2, 2),
         };
-        for key in (self.seen.start..self.seen.end).step_by(at_once) {
+        for key in (self.seen.start..self.seen.end).step_by(summed) {
             // SAFETY: the caller's promise.
             unsafe {
-                match at_once {
-                    2 => self.dots::<S, 2>(simd, key),
-                    3 => self.dots::<S, 3>(simd, key),
-                    4 => self.dots::<S, 4>(simd, key),
-                    _ => self.dots::<S, 8>(simd, key),
+                match (summed, at_once) {
+                    (2, _) => self.dots::<S, 2, 2>(simd, key),
+                    (3, _) => self.dots::<S, 3, 3>(simd, key),
+                    (4, 2) => self.dots::<S, 4, 2>(simd, key),
+                    (4, _) => self.dots::<S, 4, 4>(simd, key),
+                    (_, 1) => self.dots::<S, 8, 1>(simd, key),
+                    _ => self.dots::<S, 8, 8>(simd, key),
                 }
             }
         }
@@ -64,12 +69,12 @@ impl<S: Simd, M: Method<S, Element = T>, T, const R: usize, const N: usize> Job<
 }
 
 impl<M, T, const R: usize, const N: usize> Score<'_, M, T, R, N> {
-    /// All rows against `K` keys from `first` on, or against the last.
+    /// All rows against `K` keys from `first` on, or against the last, `P` at once.
     ///
     /// # Safety
     /// - As for the job.
     #[inline(always)]
-    unsafe fn dots<S: Simd, const K: usize>(&self, simd: S, first: usize)
+    unsafe fn dots<S: Simd, const K: usize, const P: usize>(&self, simd: S, first: usize)
     where
         M: Method<S, Element = T>,
     {
@@ -78,18 +83,15 @@ impl<M, T, const R: usize, const N: usize> Score<'_, M, T, R, N> {
         let mut sums = [[simd.splat(0.0); K]; R];
         let next = self.next.as_ref().and_then(|next| next.at(first, K));
         let next = next.map(|next| next.at_each::<K>(first));
-        if R == 1 && size_of::<T>() > 1 {
-            // Key by key, in the order in which they lie: then the processor itself asks memory for what
-            // follows, too.
-            for i in 0..K {
-                let mut sum = [[sums[0][i]]; R];
-                // SAFETY: the caller's promise.
-                unsafe { self.products::<S, 1>(simd, [keys[i]], next.map(|next| [next[i]]), &mut sum) }
-                sums[0][i] = sum[0][0];
-            }
-        } else {
+        for i in (0..K).step_by(P) {
+            let mut some = [[simd.splat(0.0); P]; R];
             // SAFETY: the caller's promise.
-            unsafe { self.products::<S, K>(simd, keys, next, &mut sums) }
+            unsafe { self.products::<S, P>(simd, part(&keys, i), next.map(|next| part(&next, i)), &mut some) }
+            for r in 0..R {
+                for p in 0..P {
+                    sums[r][i + p] = some[r][p];
+                }
+            }
         }
         for sum in sums.as_flattened_mut() {
             *sum = M::to_floats(simd, *sum);
@@ -203,4 +205,14 @@ impl<M, T, const R: usize, const N: usize> Score<'_, M, T, R, N> {
             }
         }
     }
+}
+
+/// `P` of `K` tokens, from number `first` on.
+#[inline(always)]
+fn part<T, const K: usize, const P: usize>(tokens: &[*const T; K], first: usize) -> [*const T; P] {
+    let mut part = [std::ptr::null(); P];
+    for i in 0..P {
+        part[i] = tokens[first + i];
+    }
+    part
 }

@@ -8,6 +8,11 @@ use super::method::{Counted, Method};
 use super::scales::TileScales;
 use super::simd::Simd;
 
+/// How much the largest logit may lie above what a row's weights are relative to: so little that weights and
+/// their sums have the same digits, and so much that a row seldom meets a larger one. The largest itself
+/// changes in every other tile or so, which no processor foresees.
+const SLACK: f32 = 4.0;
+
 /// How a dot product becomes a logit.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Logit {
@@ -31,8 +36,8 @@ pub(super) struct Row<'a, const N: usize> {
     pub(super) scales: Option<TileScales<'a>>,
     /// Whether the scales of the values seen are, where weights are counted.
     pub(super) uneven: bool,
-    /// Largest logit, sum of weights and (in whole vectors) of weighted values so far.
-    pub(super) max: &'a mut f32,
+    /// What weights are relative to, sum of weights and (in whole vectors) of weighted values so far.
+    pub(super) reference: &'a mut f32,
     pub(super) sum: &'a mut f32,
     pub(super) acc: &'a mut [f32],
 }
@@ -45,29 +50,29 @@ impl<const N: usize> Row<'_, N> {
         let Logit { scale, soft_cap, slope, .. } = self.logit;
         let whole = self.seen.start == 0 && self.seen.end == N;
         let mut sum = simd.splat(0.0);
-        // The most frequent case by far without a branch per vector: there are few multiply-adds to hide
-        // them behind.
-        if whole && soft_cap == 0.0 && slope == 0.0 && self.scales.is_none() {
+        // The most frequent case by far without a branch per vector, and without storing logits: there are
+        // few multiply-adds to hide them behind.
+        if whole && soft_cap == 0.0 && slope == 0.0 {
             let scale = simd.splat(scale);
             let mut max = simd.splat(f32::NEG_INFINITY);
             for i in (0..N).step_by(S::LANES) {
                 // SAFETY: `i` is a multiple of LANES inside the tile, whose size is one too.
-                max = simd.max(simd.mul(unsafe { simd.load(self.scores.as_ptr().add(i)) }, scale), max);
+                max = simd.max(unsafe { self.scaled(simd, i, scale) }, max);
             }
-            let reference = self.reference(simd, max);
-            sum = self.whole_tile::<S, M>(simd, scale, reference);
+            let reference = self.refer(simd, max);
+            sum = self.whole_tile::<S, M>(simd, Some(scale), reference);
         } else {
             let (start, end) =
                 (self.seen.start / S::LANES * S::LANES, self.seen.end.next_multiple_of(S::LANES));
             let vectors = (start..end).step_by(S::LANES);
             let max = self.logits(simd, vectors.clone(), whole);
-            let reference = self.reference(simd, max);
+            let reference = self.refer(simd, max);
             if whole {
-                sum = self.whole_tile::<S, M>(simd, simd.splat(1.0), reference);
+                sum = self.whole_tile::<S, M>(simd, None, reference);
             } else {
                 for i in vectors {
                     // SAFETY: `i` is a multiple of LANES inside the tile, whose size is one too.
-                    sum = unsafe { self.weights::<S, M, 1>(simd, i, simd.splat(1.0), reference, sum) };
+                    sum = unsafe { self.weights::<S, M, 1>(simd, i, None, reference, sum) };
                 }
                 if M::COUNTS {
                     self.scores[..start].fill(0.0);
@@ -79,9 +84,14 @@ impl<const N: usize> Row<'_, N> {
         M::count_weights(simd, self.scores, self.uneven)
     }
 
-    /// Turns all vectors, times `scale`, into weights; returns their sums.
+    /// Turns all vectors of logits, or of what `scale` makes logits, into weights; returns their sums.
     #[inline(always)]
-    fn whole_tile<S: Simd, M: Method<S>>(&mut self, simd: S, scale: S::F32, reference: S::F32) -> S::F32 {
+    fn whole_tile<S: Simd, M: Method<S>>(
+        &mut self,
+        simd: S,
+        scale: Option<S::F32>,
+        reference: S::F32,
+    ) -> S::F32 {
         let mut sum = simd.splat(0.0);
         // As many at once as registers hold beside constants.
         // SAFETY: a whole tile of vectors, whose number both divide.
@@ -99,6 +109,22 @@ impl<const N: usize> Row<'_, N> {
         sum
     }
 
+    /// A vector of dot products times `scale` and those of keys.
+    ///
+    /// # Safety
+    /// - It lies in the tile.
+    #[inline(always)]
+    unsafe fn scaled<S: Simd>(&self, simd: S, from: usize, scale: S::F32) -> S::F32 {
+        // SAFETY: the caller's promise; scales are a tile too.
+        unsafe {
+            let x = simd.mul(simd.load(self.scores.as_ptr().add(from)), scale);
+            match self.scales {
+                Some(TileScales { key, .. }) => simd.mul(x, simd.load(key.as_ptr().add(from))),
+                None => x,
+            }
+        }
+    }
+
     /// `inside` for the tokens of a vector from number `from` on that are seen, else `outside`: a select, not a
     /// product, as what lies outside may be NaN.
     #[inline(always)]
@@ -112,18 +138,13 @@ impl<const N: usize> Row<'_, N> {
     /// Turns some vectors of dot products into logits; returns the largest of each lane.
     #[inline(always)]
     fn logits<S: Simd>(&mut self, simd: S, vectors: StepBy<Range<usize>>, whole: bool) -> S::F32 {
-        let Self { logit, scales, .. } = *self;
-        let scores = self.scores.as_mut_ptr();
+        let logit = self.logit;
         let masked = simd.splat(f32::NEG_INFINITY);
         let scale = simd.splat(logit.scale);
         let mut max = masked;
         for i in vectors {
             // SAFETY: `i` is a multiple of LANES inside the tile, whose size is one too.
-            let mut x = simd.mul(unsafe { simd.load(scores.add(i)) }, scale);
-            if let Some(TileScales { key, .. }) = scales {
-                // SAFETY: as above.
-                x = simd.mul(x, unsafe { simd.load(key.as_ptr().add(i)) });
-            }
+            let mut x = unsafe { self.scaled(simd, i, scale) };
             if logit.soft_cap > 0.0 {
                 let cap = simd.splat(logit.soft_cap);
                 x = simd.mul(cap, tanh(simd, simd.div(x, cap)));
@@ -138,22 +159,22 @@ impl<const N: usize> Row<'_, N> {
             }
             max = simd.max(x, max);
             // SAFETY: as above.
-            unsafe { simd.store(scores.add(i), x) }
+            unsafe { simd.store(self.scores.as_mut_ptr().add(i), x) }
         }
         max
     }
 
-    /// What weights are relative to, given the largest logit of each lane: the largest so far, to which
-    /// running sums are carried over.
+    /// What weights are relative to, given the largest logit of each lane: a reference that none exceeds by
+    /// more than [`SLACK`]. Running sums are carried over where it has to change, to the largest so far.
     #[inline(always)]
-    fn reference<S: Simd>(&mut self, simd: S, max: S::F32) -> S::F32 {
-        let old_max = *self.max;
-        // Mostly not: the largest of many keys is seldom among the next few.
-        if simd.any_less(simd.splat(old_max), max) {
-            let new_max = old_max.max(simd.max_lane(max));
+    fn refer<S: Simd>(&mut self, simd: S, max: S::F32) -> S::F32 {
+        let old = *self.reference;
+        // Hardly ever: the next few keys seldom exceed many by so much.
+        if simd.any_less(simd.splat(old + SLACK), max) {
+            let new = old.max(simd.max_lane(max));
             // Nothing is 0 already.
             if *self.sum != 0.0 {
-                let kept = rescale(old_max, new_max);
+                let kept = rescale(old, new);
                 *self.sum *= kept;
                 let kept = simd.splat(kept);
                 for x in self.acc.chunks_exact_mut(S::LANES) {
@@ -161,14 +182,14 @@ impl<const N: usize> Row<'_, N> {
                     unsafe { simd.store(x.as_mut_ptr(), simd.mul(simd.load(x.as_ptr()), kept)) }
                 }
             }
-            *self.max = new_max;
+            *self.reference = new;
         }
         // Nothing but -inf so far: any finite reference leaves all weights 0 (and NaN, NaN).
-        simd.splat(if *self.max == f32::NEG_INFINITY { 0.0 } else { *self.max })
+        simd.splat(if *self.reference == f32::NEG_INFINITY { 0.0 } else { *self.reference })
     }
 
-    /// Turns `V` vectors from `from` on, times `scale`, into weights, times the scales of values, and adds
-    /// them to `sum`, without these scales.
+    /// Turns `V` vectors from `from` on, of logits or of what `scale` makes logits, into weights, times the
+    /// scales of values, and adds them to `sum`, without these scales.
     ///
     /// # Safety
     /// - These vectors lie in the tile.
@@ -177,15 +198,21 @@ impl<const N: usize> Row<'_, N> {
         &mut self,
         simd: S,
         from: usize,
-        scale: S::F32,
+        scale: Option<S::F32>,
         reference: S::F32,
         mut sum: S::F32,
     ) -> S::F32 {
         let scores = self.scores.as_mut_ptr();
         let mut x = [reference; V];
         for (n, x) in x.iter_mut().enumerate() {
+            let i = from + n * S::LANES;
             // SAFETY: the caller's promise.
-            let logit = simd.mul(unsafe { simd.load(scores.add(from + n * S::LANES)) }, scale);
+            let logit = unsafe {
+                match scale {
+                    Some(scale) => self.scaled(simd, i, scale),
+                    None => simd.load(scores.add(i)),
+                }
+            };
             *x = simd.sub(logit, reference);
         }
         for (n, mut weight) in exp_each(simd, x).into_iter().enumerate() {

@@ -35,9 +35,10 @@ pub(crate) struct State {
     /// Elements from a row of `acc` to the next: `v_head_dim` rounded up to whole vectors.
     pub(super) stride: usize,
     pub(super) order: Order,
-    /// Largest logit of each row so far; -inf where it saw no key.
-    pub(super) max: Vec<f32>,
-    /// Sum of each row's weights, relative to `max`; 0 where it saw no key.
+    /// The logit that each row's weights are relative to: its largest so far, or one little less; -inf where it
+    /// saw no key.
+    pub(super) reference: Vec<f32>,
+    /// Sum of each row's weights; 0 where it saw no key.
     pub(super) sum: Vec<f32>,
 }
 
@@ -48,14 +49,14 @@ impl State {
             acc: Scratch::zeros(rows * stride),
             stride,
             order,
-            max: vec![f32::NEG_INFINITY; rows],
+            reference: vec![f32::NEG_INFINITY; rows],
             sum: vec![0.0; rows],
         }
     }
 
     /// Rows of the same shape that saw no key.
     pub(super) fn like(&self) -> Self {
-        Self::new(self.max.len(), self.stride, self.order)
+        Self::new(self.reference.len(), self.stride, self.order)
     }
 
     /// What some of a block's queries saw: those of `part`, which has the same heads.
@@ -65,7 +66,7 @@ impl State {
         let mut state = Self::new(rows * part.num_kv_heads, self.stride, self.order);
         for kv_head in 0..part.num_kv_heads {
             let (from, into) = (kv_head * all + first, kv_head * rows);
-            state.max[into..][..rows].copy_from_slice(&self.max[from..][..rows]);
+            state.reference[into..][..rows].copy_from_slice(&self.reference[from..][..rows]);
             state.sum[into..][..rows].copy_from_slice(&self.sum[from..][..rows]);
             state.acc[into * self.stride..][..rows * self.stride]
                 .copy_from_slice(&self.acc[from * self.stride..][..rows * self.stride]);
@@ -91,17 +92,17 @@ impl State {
     ) {
         let [_, _, dim] = out.shape();
         let group = call.group();
-        for row in 0..self.max.len() {
+        for row in 0..self.reference.len() {
             let (kv_head, rest) = (row / (block.num_queries * group), row % (block.num_queries * group));
             let (query, head) = (rest / group, kv_head * group + rest % group);
             let first_head = block.first_kv_head * group;
             let sink = call.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[first_head + head]);
-            let max = self.max[row].max(sink);
+            let max = self.reference[row].max(sink);
             // Nothing seen at all: 0 and -inf, not 0/0.
             let mut sum = self.sum[row];
             let mut factor = 0.0;
             if max > f32::NEG_INFINITY {
-                let kept = rescale(self.max[row], max);
+                let kept = rescale(self.reference[row], max);
                 sum = sum * kept + (sink - max).exp();
                 factor = kept / sum;
             } else if sum.is_nan() {
@@ -136,10 +137,10 @@ impl<S: Simd> Job<S> for Merge<'_> {
     #[inline(always)]
     unsafe fn run(self, _: S) {
         let Self { state, next } = self;
-        for row in 0..state.max.len() {
-            let max = state.max[row].max(next.max[row]);
-            let (mine, theirs) = (rescale(state.max[row], max), rescale(next.max[row], max));
-            state.max[row] = max;
+        for row in 0..state.reference.len() {
+            let max = state.reference[row].max(next.reference[row]);
+            let (mine, theirs) = (rescale(state.reference[row], max), rescale(next.reference[row], max));
+            state.reference[row] = max;
             state.sum[row] = state.sum[row] * mine + next.sum[row] * theirs;
             let range = row * state.stride..(row + 1) * state.stride;
             for (a, &b) in state.acc[range.clone()].iter_mut().zip(&next.acc[range]) {

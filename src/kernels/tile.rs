@@ -68,7 +68,7 @@ pub(super) struct Tile<'a, S, const N: usize> {
     pub(super) finer: &'a mut bool,
     /// The rows' part of [`State`](super::state::State).
     pub(super) acc: &'a mut [f32],
-    pub(super) max: &'a mut [f32],
+    pub(super) reference: &'a mut [f32],
     pub(super) sum: &'a mut [f32],
 }
 
@@ -83,7 +83,7 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
         next: Option<Tokens<M::Element>>,
         later: Option<&Later<L>>,
     ) {
-        let (rows, count) = (self.max.len(), self.at_once);
+        let (rows, count) = (self.reference.len(), self.at_once);
         let parts = rows.div_ceil(count);
         for (part, row) in (0..rows).step_by(count).enumerate() {
             let next = next.map(|tokens| Next { tokens, part, parts });
@@ -125,7 +125,7 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
         values: Values<M::Element>,
         next: Option<Tokens<M::Element>>,
     ) {
-        let (rows, count) = (self.max.len(), self.at_once);
+        let (rows, count) = (self.reference.len(), self.at_once);
         let parts = rows.div_ceil(count);
         for (part, row) in (0..rows).step_by(count).enumerate() {
             let next = next.map(|tokens| Next { tokens, part, parts });
@@ -308,7 +308,7 @@ impl<S: Simd, M: Method<S>, const N: usize> Job<S> for Weigh<'_, '_, S, M, N> {
         let Self(tile, _) = self;
         let (dim, group) = (tile.value_dim, tile.call.group());
         *tile.finer = false;
-        for query in 0..tile.max.len() / group {
+        for query in 0..tile.reference.len() / group {
             let seen = tile.seen(query * group);
             if seen.is_empty() {
                 if M::COUNTS {
@@ -336,7 +336,7 @@ impl<S: Simd, M: Method<S>, const N: usize> Job<S> for Weigh<'_, '_, S, M, N> {
                     },
                     scales: tile.scales,
                     uneven,
-                    max: &mut tile.max[row],
+                    reference: &mut tile.reference[row],
                     sum: &mut tile.sum[row],
                     acc: &mut tile.acc[row * dim..][..dim],
                 };

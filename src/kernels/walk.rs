@@ -27,6 +27,13 @@ impl Step {
             Self { tile: tile + usize::from(values), values: !values, kv_head: 0 }
         }
     }
+
+    /// The next keys after these.
+    fn next_keys(self, kv_heads: usize) -> Self {
+        let Self { tile, values, kv_head } = self;
+        let last = kv_head + 1 == kv_heads;
+        Self { tile: tile + usize::from(last), values, kv_head: if last { 0 } else { kv_head + 1 } }
+    }
 }
 
 /// All keys at hand.
@@ -49,19 +56,20 @@ pub(super) fn attend<S: Simd, M: Method<S>>(places: &Places, scales: &mut PairOf
     }
     let mut whole = false;
     while step.tile < tiles.end {
-        let Step { tile, values, kv_head } = step;
+        let Step { tile: number, values, kv_head } = step;
         let asked = ahead.tile < tiles.end && !(ahead.values && call.value_in_key());
         let next = asked.then(|| place(ahead));
-        if kv_head == 0 && !values {
-            whole = rows.see_all(tile, SHORT_TILE);
-        } else if kv_head == 0 {
-            for kv_head in 0..kv_heads {
-                let next = (kv_head + 1 < kv_heads).then(|| (tokens(tile), head_of(kv_head + 1)));
-                let scales = scales.of(simd, (tokens(tile), head_of(kv_head)), next.as_ref());
-                rows.tile::<SHORT_TILE>(kv_head, tile, whole, scales).weigh::<M>();
+        let mut scales_of_head = None;
+        if !values {
+            if kv_head == 0 {
+                whole = rows.see_all(number, SHORT_TILE);
             }
+            let following = step.next_keys(kv_heads);
+            let asked =
+                (following.tile < tiles.end).then(|| (tokens(following.tile), head_of(following.kv_head)));
+            scales_of_head = scales.of(simd, (tokens(number), head_of(kv_head)), asked.as_ref());
         }
-        let mut tile = rows.tile::<SHORT_TILE>(kv_head, tile, whole, None);
+        let mut tile = rows.tile::<SHORT_TILE>(kv_head, number, whole, scales_of_head);
         // SAFETY: offsets name slots of the pools, checked where they were located, of dims that are
         // whole vectors here.
         unsafe {
@@ -69,6 +77,8 @@ pub(super) fn attend<S: Simd, M: Method<S>>(places: &Places, scales: &mut PairOf
                 tile.weighted_sums::<M>(Values::Stored(place(step)), next);
             } else {
                 tile.scores::<M, M::Element>(Keys::Stored(place(step)), next, None);
+                // Head by head: while weights are made, nothing is asked for, and what was is soon there.
+                tile.weigh::<M>();
             }
         }
         (step, ahead) = (step.next(kv_heads), ahead.next(kv_heads));
