@@ -47,14 +47,15 @@ impl<const N: usize> Row<'_, N> {
         let mut sum = simd.splat(0.0);
         // The most frequent case by far without a branch per vector: there are few multiply-adds to hide
         // them behind.
-        if whole && soft_cap == 0.0 && slope == 0.0 && self.scales.is_none() {
+        if whole && scale > 0.0 && soft_cap == 0.0 && slope == 0.0 && self.scales.is_none() {
             let scale = simd.splat(scale);
             let mut max = simd.splat(f32::NEG_INFINITY);
             for i in (0..N).step_by(S::LANES) {
                 // SAFETY: `i` is a multiple of LANES inside the tile, whose size is one too.
-                max = simd.max(simd.mul(unsafe { simd.load(self.scores.as_ptr().add(i)) }, scale), max);
+                max = simd.max(unsafe { simd.load(self.scores.as_ptr().add(i)) }, max);
             }
-            let reference = self.reference(simd, max);
+            // The same as the largest of what is multiplied first, as rounding keeps the order.
+            let reference = self.reference(simd, simd.mul(max, scale));
             sum = self.whole_tile::<S, M>(simd, scale, reference);
         } else {
             let (start, end) =
