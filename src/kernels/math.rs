@@ -7,7 +7,7 @@ use super::simd::Simd;
 /// `e^x` for `x` up to 80, to 2 units in the last place; exactly 1 at 0, 0 below -87.3 (where it would
 /// be no normal float any more), NaN for NaN.
 ///
-/// `x = n·ln 2 + r`, then `e^r` by the polynomial of Cephes' `expf`.
+/// `x = n·ln 2 + r`, then `e^r` by the polynomial of degree 5 that is 1 at 0 and off by at most 0.92e-7 of it.
 #[inline(always)]
 pub(super) fn exp<S: Simd>(simd: S, x: S::F32) -> S::F32 {
     exp_each(simd, [x])[0]
@@ -30,15 +30,11 @@ pub(super) fn exp_each<S: Simd, const N: usize>(simd: S, x: [S::F32; N]) -> [S::
     for i in 0..N {
         r[i] = simd.mul_add(n[i], simd.splat(-LN_2_LOW), r[i]);
     }
-    let p =
-        polynomial(simd, r, [1.987_569_1e-4, 1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5]);
+    let exp_r =
+        polynomial(simd, r, [8.290_272e-3, 4.189_816e-2, 1.666_763_8e-1, 4.999_914_8e-1, 9.999_997e-1, 1.0]);
     let mut result = x;
     for i in 0..N {
-        let exp_r = simd.add(simd.mul_add(simd.mul(r[i], r[i]), p[i], r[i]), simd.splat(1.0));
-        result[i] = simd.scale_by_power(exp_r, n[i]);
-    }
-    for i in 0..N {
-        result[i] = simd.select_less(x[i], simd.splat(-87.3), simd.splat(0.0), result[i]);
+        result[i] = simd.zero_below(x[i], simd.splat(-87.3), simd.scale_by_power(exp_r[i], n[i]));
     }
     result
 }

@@ -57,12 +57,19 @@ pub(super) trait Method<S: Simd> {
     }
     /// Of two tokens in a word of values, number `which`, and 0 in place of the other.
     fn only(simd: S, words: S::F32, which: usize) -> S::F32;
-    /// Packs as many of a tile's values as `into` has room for: `[tokens / PER_WORD, dim rounded up to whole
-    /// vectors]`, words of as many tokens as weights share; padding stays as it is.
+    /// Packs the first `count` of a tile's values: words of as many tokens as weights share, so many columns as a
+    /// `panel` has together; padding stays as it is.
     ///
     /// # Safety
     /// - All tokens of the tile are valid for reads of `dim` elements.
-    unsafe fn pack_values(simd: S, tokens: Tokens<Self::Element>, dim: usize, into: &mut [f32]);
+    unsafe fn pack_values(
+        simd: S,
+        tokens: Tokens<Self::Element>,
+        dim: usize,
+        count: usize,
+        panel: usize,
+        into: &mut [f32],
+    );
     /// Adds weighted values that lie anywhere.
     ///
     /// # Safety
@@ -132,9 +139,16 @@ impl<S: Simd, T: Stored> Method<S> for Widened<T> {
         words
     }
 
-    unsafe fn pack_values(simd: S, tokens: Tokens<T>, dim: usize, into: &mut [f32]) {
+    unsafe fn pack_values(
+        simd: S,
+        tokens: Tokens<T>,
+        dim: usize,
+        count: usize,
+        panel: usize,
+        into: &mut [f32],
+    ) {
         // SAFETY: the caller's promise.
-        unsafe { simd.call(Widen { tokens, dim, into }) }
+        unsafe { simd.call(Widen { tokens, dim, count, panel, into }) }
     }
 
     unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<T, R, N>) {
@@ -187,9 +201,16 @@ impl<S: Pairs, T: Words> Method<S> for Paired<T> {
         simd.only(words, which)
     }
 
-    unsafe fn pack_values(simd: S, tokens: Tokens<T>, dim: usize, into: &mut [f32]) {
+    unsafe fn pack_values(
+        simd: S,
+        tokens: Tokens<T>,
+        dim: usize,
+        count: usize,
+        panel: usize,
+        into: &mut [f32],
+    ) {
         // SAFETY: the caller's promise.
-        unsafe { simd.call(Zip { tokens, dim, into }) }
+        unsafe { simd.call(Zip { tokens, dim, count, panel, into }) }
     }
 
     unsafe fn gather<const R: usize, const N: usize>(simd: S, job: Gather<T, R, N>) {

@@ -22,6 +22,7 @@ mod math;
 mod method;
 mod pack;
 mod pairs;
+mod panels;
 mod pass;
 mod places;
 mod prepared;
@@ -40,6 +41,7 @@ mod stepped;
 mod tile;
 mod tokens;
 mod walk;
+mod weigh;
 mod weighted;
 mod words;
 #[cfg(target_arch = "x86_64")]

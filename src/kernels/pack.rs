@@ -4,18 +4,23 @@ use std::marker::PhantomData;
 
 use super::method::Method;
 use super::pairs::Pairs;
+use super::panels;
 use super::simd::{Job, MOST_LANES, Simd, Stored};
 use super::tokens::{TILE, Tokens};
 use super::words::Words;
 
-/// Widens a tile's tokens into `into` `[TILE, dim rounded up to whole vectors]`, in units of their
-/// type; padding stays as it is.
+/// Widens the first `count` tokens of a tile into `into`, which has room for some and `dim` rounded up to whole
+/// vectors, in units of their type; padding stays as it is. So many columns as a `panel` has lie together, token
+/// by token.
 ///
 /// # Safety (of running it)
 /// - All tokens of the tile are valid for reads of `dim` elements.
 pub(super) struct Widen<'a, T> {
     pub(super) tokens: Tokens<'a, T>,
     pub(super) dim: usize,
+    pub(super) count: usize,
+    /// A multiple of `LANES`, or more than there are.
+    pub(super) panel: usize,
     pub(super) into: &'a mut [f32],
 }
 
@@ -24,17 +29,23 @@ impl<S: Simd, T: Stored> Job<S> for Widen<'_, T> {
 
     #[inline(always)]
     unsafe fn run(self, simd: S) {
-        let whole = self.dim / S::LANES * S::LANES;
-        let rows = self.into.chunks_exact_mut(self.dim.next_multiple_of(S::LANES));
-        for (token, row) in rows.enumerate() {
-            let from = self.tokens.at(token);
-            // SAFETY: all indices are below `dim`, and `row` is at least as long.
-            unsafe {
-                for d in (0..whole).step_by(S::LANES) {
-                    simd.store(row.as_mut_ptr().add(d), T::load(simd, from.add(d)));
-                }
-                for (d, x) in row.iter_mut().enumerate().take(self.dim).skip(whole) {
-                    *x = from.add(d).read_unaligned().to_f32() / T::UNIT;
+        let Self { tokens, dim, count, panel, into } = self;
+        let columns = dim.next_multiple_of(S::LANES);
+        let room = into.len() / columns;
+        for first in (0..columns).step_by(panel) {
+            let (width, left) = (panel.min(columns - first), dim - first);
+            let whole = width.min(left / S::LANES * S::LANES);
+            let rows = into[first * room..][..count * width].chunks_exact_mut(width);
+            for (token, row) in rows.enumerate() {
+                let from = tokens.at(token).wrapping_add(first);
+                // SAFETY: all indices are below `dim`, and `row` is at least as long.
+                unsafe {
+                    for d in (0..whole).step_by(S::LANES) {
+                        simd.store(row.as_mut_ptr().add(d), T::load(simd, from.add(d)));
+                    }
+                    for (d, x) in row.iter_mut().enumerate().take(left).skip(whole) {
+                        *x = from.add(d).read_unaligned().to_f32() / T::UNIT;
+                    }
                 }
             }
         }
@@ -42,7 +53,7 @@ impl<S: Simd, T: Stored> Job<S> for Widen<'_, T> {
 }
 
 /// Widens and transposes the first `count` tokens of a tile, and what follows in their vectors, into `into`
-/// `[words, TILE]`.
+/// `[TILE / panel, words, panel]`.
 ///
 /// # Safety (of running it)
 /// - All tokens of the tile are valid for reads of `words`, a multiple of `LANES`.
@@ -60,8 +71,11 @@ impl<S: Simd, M: Method<S, Element = T>, T> Job<S> for Pack<'_, M, T> {
     #[inline(always)]
     unsafe fn run(self, simd: S) {
         assert!(self.into.len() >= self.words * TILE && self.count <= TILE, "room for a tile");
+        let panel = panels::width::<S>();
         for word in (0..self.words).step_by(S::LANES) {
             for first in (0..self.count).step_by(S::LANES) {
+                let to =
+                    self.into.as_mut_ptr().wrapping_add(first / panel * panel * self.words + first % panel);
                 let mut block = [simd.splat(0.0); MOST_LANES];
                 for (i, row) in block.iter_mut().enumerate().take(S::LANES) {
                     // SAFETY: `word + LANES <= words`; the caller's promise for the tokens.
@@ -70,21 +84,24 @@ impl<S: Simd, M: Method<S, Element = T>, T> Job<S> for Pack<'_, M, T> {
                 simd.transpose(&mut block);
                 for (i, &row) in block.iter().enumerate().take(S::LANES) {
                     // SAFETY: `first + LANES <= TILE` and `word + i < words`, inside `into`.
-                    unsafe { simd.store(self.into.as_mut_ptr().add((word + i) * TILE + first), row) }
+                    unsafe { simd.store(to.add((word + i) * panel), row) }
                 }
             }
         }
     }
 }
 
-/// Packs as many of a tile's tokens, which become words of two bfloat16, as `into` `[tokens / 2, dim]` has room
-/// for: words of two tokens, the columns [zipped](super::integers::Integers::zip).
+/// Packs the first `count` of a tile's tokens, and the one that shares the last's words, which become words of two
+/// bfloat16, into `into` `[dim / panel, TILE / 2, panel]`: words of two tokens, the columns
+/// [zipped](super::integers::Integers::zip).
 ///
 /// # Safety (of running it)
 /// - All tokens of the tile are valid for reads of `dim` elements, a multiple of `2 * LANES`.
 pub(super) struct Zip<'a, T> {
     pub(super) tokens: Tokens<'a, T>,
     pub(super) dim: usize,
+    pub(super) count: usize,
+    pub(super) panel: usize,
     pub(super) into: &'a mut [f32],
 }
 
@@ -93,16 +110,22 @@ impl<S: Pairs, T: Words> Job<S> for Zip<'_, T> {
 
     #[inline(always)]
     unsafe fn run(self, simd: S) {
-        for (pair, row) in self.into.chunks_exact_mut(self.dim).enumerate() {
-            let [first, second] = self.tokens.at_each::<2>(2 * pair);
-            for (i, columns) in row.chunks_exact_mut(2 * S::LANES).enumerate() {
-                // SAFETY: words below `dim / 2`, the caller's promise; two vectors of columns.
-                unsafe {
-                    let words = i * S::LANES * T::PER_WORD;
-                    let [low, high] =
-                        simd.zip(T::one(simd, first.add(words)), T::one(simd, second.add(words)));
-                    simd.store(columns.as_mut_ptr(), low);
-                    simd.store(columns.as_mut_ptr().add(S::LANES), high);
+        let Self { tokens, dim, count, panel, into } = self;
+        let room = into.len() / dim;
+        for start in (0..dim).step_by(panel) {
+            let width = panel.min(dim - start);
+            let rows = into[start * room..][..count.div_ceil(2) * width].chunks_exact_mut(width);
+            for (pair, row) in rows.enumerate() {
+                let [first, second] = tokens.at_each::<2>(2 * pair);
+                for (i, columns) in row.chunks_exact_mut(2 * S::LANES).enumerate() {
+                    // SAFETY: words below `dim / 2`, the caller's promise; two vectors of columns.
+                    unsafe {
+                        let words = (start / 2 + i * S::LANES) * T::PER_WORD;
+                        let [low, high] =
+                            simd.zip(T::one(simd, first.add(words)), T::one(simd, second.add(words)));
+                        simd.store(columns.as_mut_ptr(), low);
+                        simd.store(columns.as_mut_ptr().add(S::LANES), high);
+                    }
                 }
             }
         }

@@ -4,6 +4,7 @@ use std::marker::PhantomData;
 
 use super::method::Method;
 use super::pack::{Pack, Widen};
+use super::panels;
 use super::pass::Rows;
 use super::places::Places;
 use super::scales::PairOfScales;
@@ -16,9 +17,10 @@ use super::tokens::{Later, TILE, Tokens};
 pub(super) struct Prepared<S, M> {
     /// `[TILE, key_dim]`; not there if keys are packed straight from where they lie.
     keys: Option<Scratch>,
-    /// `[key_words, TILE]`; not there if few rows use the tile.
+    /// `[TILE / panel, key_words, panel]`; not there if few rows use the tile.
     packed: Option<Scratch>,
-    /// As the method packs them: in one place also where nothing is widened, since rows that lie pages
+    /// As the method packs them, `[value_dim / panel, tokens, panel]`, the last panel being narrower, or row by row
+    /// if few use the tile: in one place also where nothing is widened, since rows that lie pages
     /// apart cost more each time than the copy costs once.
     values: Scratch,
     key_offsets: [usize; TILE],
@@ -85,7 +87,7 @@ impl<S: Simd, M: Method<S>> Prepared<S, M> {
         unsafe {
             let wide_keys = self.keys.as_mut().map(|into| {
                 let into = &mut into[..N * rows.key_words];
-                simd.call(Widen { tokens: keys, dim: key_dim, into });
+                simd.call(Widen { tokens: keys, dim: key_dim, count: N, panel: usize::MAX, into });
                 in_buffer(into, &self.key_offsets[..N])
             });
             if let Some(into) = &mut self.packed {
@@ -97,8 +99,8 @@ impl<S: Simd, M: Method<S>> Prepared<S, M> {
                     simd.call(Pack { tokens: keys, words, count, into, method });
                 }
             }
-            let room = count.div_ceil(M::PER_WORD) * rows.value_dim;
-            M::pack_values(simd, values, value_dim, &mut self.values[..room]);
+            let panel = if self.packed.is_some() { panels::width::<S>() } else { usize::MAX };
+            M::pack_values(simd, values, value_dim, count, panel, &mut self.values);
             let (keys, values) = match (&self.packed, wide_keys) {
                 (Some(packed), _) => {
                     (Keys::Packed(packed, key_dim / M::PER_WORD), Values::Packed(&self.values))

@@ -49,7 +49,7 @@ impl QueryRow {
         unsafe fn each<S: Simd, T: Stored>(simd: S, row: QueryRow, into: &mut [f32]) {
             let tokens = Tokens::<T> { base: row.from, offsets: &[0; TILE], stored: PhantomData };
             // SAFETY: `into` is one row, so of the tile's tokens the first is read; the caller's promise.
-            unsafe { simd.call(Widen { tokens, dim: row.dim, into }) }
+            unsafe { simd.call(Widen { tokens, dim: row.dim, count: 1, panel: usize::MAX, into }) }
         }
         // SAFETY: the caller's promise.
         unsafe {
@@ -94,21 +94,21 @@ pub(super) fn load<S: Simd, M: Method<S>>(
             prefetch(simd, &call.query, token + AHEAD, head..head + group);
         }
         let from = call.query.row(token, head);
+        let to = if block.prefill { &mut words[row * key_words..][..key_words] } else { &mut one[..] };
         // SAFETY: `row` checked the index; the view vouches for the row's elements, of this type.
-        steps[row] = unsafe { M::load_query(simd, QueryRow { from, dtype, dim }, &mut room, &mut one) };
+        steps[row] = unsafe { M::load_query(simd, QueryRow { from, dtype, dim }, &mut room, to) };
         match order {
-            Order::Parted(lanes) => part_neighbours(&mut one, lanes),
-            Order::Zipped { lanes, vectors: 4 } => zip_words(&mut one, lanes),
+            Order::Parted(lanes) => part_neighbours(to, lanes),
+            Order::Zipped { lanes, vectors: 4 } => zip_words(to, lanes),
             _ => {}
+        }
+        if block.prefill {
+            continue;
         }
         let (first, in_group) = (row - rest % at_once, rest % at_once);
         let count = at_once.min(rows - (rest - in_group));
         let into = &mut words[first * key_words..][..count * key_words];
-        if block.prefill {
-            into[in_group * key_words..][..key_words].copy_from_slice(&one);
-        } else {
-            take_turns(&one, into, S::LANES, in_group, count);
-        }
+        take_turns(&one, into, S::LANES, in_group, count);
     }
     Query { words, steps }
 }

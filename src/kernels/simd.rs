@@ -56,6 +56,12 @@ pub(super) trait Simd: Copy + Send + Sync {
     fn scale_by_power(self, a: Self::F32, n: Self::F32) -> Self::F32;
     /// `yes` where `a < b`, `no` elsewhere (NaN included).
     fn select_less(self, a: Self::F32, b: Self::F32, yes: Self::F32, no: Self::F32) -> Self::F32;
+    /// 0 where `x < bound`, `a` elsewhere (NaN included). This body is the definition: sets with vectors override
+    /// it.
+    #[inline(always)]
+    fn zero_below(self, x: Self::F32, bound: Self::F32, a: Self::F32) -> Self::F32 {
+        self.select_less(x, bound, self.splat(0.0), a)
+    }
     /// Whether `a < b` in any lane.
     fn any_less(self, a: Self::F32, b: Self::F32) -> bool;
     /// The sum of all lanes, always in the same order.

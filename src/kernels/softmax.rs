@@ -43,8 +43,8 @@ pub(super) struct Row<'a, const N: usize> {
 }
 
 impl<const N: usize> Row<'_, N> {
-    /// Turns dot products into weights relative to the new maximum (times the scales of values), and
-    /// carries the running sums over to it. Returns how they were counted.
+    /// Turns dot products into weights (times the scales of values), and carries the running sums over where
+    /// what these are relative to changes. Returns how they were counted.
     #[inline(always)]
     pub(super) fn weigh<S: Simd, M: Method<S>>(mut self, simd: S) -> Counted {
         let Logit { scale, soft_cap, slope, .. } = self.logit;
@@ -52,12 +52,22 @@ impl<const N: usize> Row<'_, N> {
         let mut sum = simd.splat(0.0);
         // The most frequent case by far without a branch per vector, and without storing logits: there are
         // few multiply-adds to hide them behind.
-        if whole && soft_cap == 0.0 && slope == 0.0 {
+        if whole && scale > 0.0 && soft_cap == 0.0 && slope == 0.0 {
             let scale = simd.splat(scale);
             let mut max = simd.splat(f32::NEG_INFINITY);
             for i in (0..N).step_by(S::LANES) {
                 // SAFETY: `i` is a multiple of LANES inside the tile, whose size is one too.
-                max = simd.max(unsafe { self.scaled(simd, i, scale) }, max);
+                let x = unsafe {
+                    match self.scales {
+                        Some(_) => self.scaled(simd, i, scale),
+                        None => simd.load(self.scores.as_ptr().add(i)),
+                    }
+                };
+                max = simd.max(x, max);
+            }
+            if self.scales.is_none() {
+                // The same as the largest of what is multiplied first, as rounding keeps the order.
+                max = simd.mul(max, scale);
             }
             let reference = self.refer(simd, max);
             sum = self.whole_tile::<S, M>(simd, Some(scale), reference);

@@ -64,7 +64,7 @@ impl<S: Integers> Method<S> for Stepped {
         unreachable!("no tile is packed")
     }
 
-    unsafe fn pack_values(_: S, _: Tokens<i8>, _: usize, _: &mut [f32]) {
+    unsafe fn pack_values(_: S, _: Tokens<i8>, _: usize, _: usize, _: usize, _: &mut [f32]) {
         unreachable!("no tile is packed")
     }
 

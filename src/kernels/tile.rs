@@ -6,12 +6,13 @@ use std::ops::Range;
 use super::flash::{Block, Call};
 use super::gather::Gather;
 use super::method::Method;
+use super::panels;
 use super::product::Product;
 use super::scales::TileScales;
 use super::score::Score;
-use super::simd::{Job, Simd};
-use super::softmax::{Logit, Row};
+use super::simd::Simd;
 use super::tokens::{Later, Next, TILE, Tokens};
+use super::weigh::Weigh;
 use super::weighted::Weighted;
 
 /// Rows that go through a tile together: at most `most`, in groups as equal as can be. The last group may
@@ -25,7 +26,7 @@ pub(super) fn rows_of_group(rows: usize, most: usize) -> usize {
 pub(super) enum Keys<'a, T> {
     /// Where they lie.
     Stored(Tokens<'a, T>),
-    /// Transposed: `[words, TILE]`, and so many words.
+    /// Transposed: `[TILE / panel, words, panel]`, and how many of the words count.
     Packed(&'a [f32], usize),
 }
 
@@ -83,28 +84,32 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
         next: Option<Tokens<M::Element>>,
         later: Option<&Later<L>>,
     ) {
+        let panels = if let Keys::Packed(..) = keys { N / panels::width::<S>() } else { 1 };
         let (rows, count) = (self.reference.len(), self.at_once);
-        let parts = rows.div_ceil(count);
-        for (part, row) in (0..rows).step_by(count).enumerate() {
-            let next = next.map(|tokens| Next { tokens, part, parts });
-            if let Some(later) = later {
-                later.prefetch(self.simd, part, parts);
-            }
-            // SAFETY: the caller's promise; so many rows are left.
-            unsafe {
-                match count.min(rows - row) {
-                    1 => self.score::<M, 1>(row, keys, next),
-                    2 => self.score::<M, 2>(row, keys, next),
-                    3 => self.score::<M, 3>(row, keys, next),
-                    4 => self.score::<M, 4>(row, keys, next),
-                    5 => self.score::<M, 5>(row, keys, next),
-                    6 => self.score::<M, 6>(row, keys, next),
-                    // Not compiled for methods that never need them.
-                    rows if M::ROWS > 6 => match rows {
-                        7 => self.score::<M, 7>(row, keys, next),
-                        _ => self.score::<M, 8>(row, keys, next),
-                    },
-                    rows => unreachable!("{rows} rows"),
+        let (parts, mut part) = (panels * rows.div_ceil(count), 0);
+        for panel in 0..panels {
+            for row in (0..rows).step_by(count) {
+                let next = next.map(|tokens| Next { tokens, part, parts });
+                if let Some(later) = later {
+                    later.prefetch(self.simd, part, parts);
+                }
+                part += 1;
+                // SAFETY: the caller's promise; so many rows are left.
+                unsafe {
+                    match count.min(rows - row) {
+                        1 => self.score::<M, 1>(row, keys, panel, next),
+                        2 => self.score::<M, 2>(row, keys, panel, next),
+                        3 => self.score::<M, 3>(row, keys, panel, next),
+                        4 => self.score::<M, 4>(row, keys, panel, next),
+                        5 => self.score::<M, 5>(row, keys, panel, next),
+                        6 => self.score::<M, 6>(row, keys, panel, next),
+                        // Not compiled for methods that never need them.
+                        rows if M::ROWS > 6 => match rows {
+                            7 => self.score::<M, 7>(row, keys, panel, next),
+                            _ => self.score::<M, 8>(row, keys, panel, next),
+                        },
+                        rows => unreachable!("{rows} rows"),
+                    }
                 }
             }
         }
@@ -125,16 +130,21 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
         values: Values<M::Element>,
         next: Option<Tokens<M::Element>>,
     ) {
+        let panels =
+            if let Values::Packed(_) = values { self.value_dim.div_ceil(panels::width::<S>()) } else { 1 };
         let (rows, count) = (self.reference.len(), self.at_once);
-        let parts = rows.div_ceil(count);
-        for (part, row) in (0..rows).step_by(count).enumerate() {
-            let next = next.map(|tokens| Next { tokens, part, parts });
-            // SAFETY: the caller's promise; so many rows are left.
-            unsafe { self.weighted_sums_of::<M>(row..(row + count).min(rows), values, next) };
+        let (parts, mut part) = (panels * rows.div_ceil(count), 0);
+        for panel in 0..panels {
+            for row in (0..rows).step_by(count) {
+                let next = next.map(|tokens| Next { tokens, part, parts });
+                part += 1;
+                // SAFETY: the caller's promise; so many rows are left.
+                unsafe { self.weighted_sums_of::<M>(row..(row + count).min(rows), values, panel, next) };
+            }
         }
     }
 
-    /// Dot products of `R` rows from `row` on.
+    /// Dot products of `R` rows from `row` on, with one panel of packed keys.
     ///
     /// # Safety
     /// - As for `scores`.
@@ -142,6 +152,7 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
         &mut self,
         row: usize,
         keys: Keys<M::Element>,
+        panel: usize,
         next: Option<Next<M::Element>>,
     ) {
         // Both ends grow with the row, so these are the first and last tokens that any row sees.
@@ -169,8 +180,15 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
                 }
                 Keys::Packed(keys, words) => {
                     assert!(N == TILE, "packed tiles have one size");
-                    let keys = keys[..words * TILE].as_ptr();
-                    let stride = self.key_words;
+                    let (width, stride) = (panels::width::<S>(), self.key_words);
+                    let first = panel * width;
+                    let seen = seen.start.max(first)..seen.end.min(first + width);
+                    if seen.is_empty() {
+                        return;
+                    }
+                    let seen = seen.start - first..seen.end - first;
+                    let keys = keys[first * stride..][..words * width].as_ptr();
+                    let scores = scores.add(first);
                     let method = PhantomData;
                     self.simd.call(Product::<M, R> { query, stride, keys, seen, words, scores, method });
                 }
@@ -180,7 +198,7 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
 
     /// Tokens of the tile that a row sees.
     #[inline]
-    fn seen(&self, row: usize) -> Range<usize> {
+    pub(super) fn seen(&self, row: usize) -> Range<usize> {
         if self.whole {
             return 0..N;
         }
@@ -189,7 +207,7 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
     }
 
     /// Adds the weighted values to some rows: tokens that all of them see go through together, the
-    /// others row by row, in ascending order.
+    /// others query by query, in ascending order.
     ///
     /// # Safety
     /// - As for `weighted_sums`.
@@ -197,6 +215,7 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
         &mut self,
         rows: Range<usize>,
         values: Values<M::Element>,
+        panel: usize,
         next: Option<Next<M::Element>>,
     ) {
         let (first, last) = (self.seen(rows.start), self.seen(rows.end - 1));
@@ -205,25 +224,28 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
             // One sum of integers per row and tile, whichever rows it goes with: what a row doesn't see
             // weighs nothing there, and is a number.
             if first == last || M::COUNTS {
-                return self.gather::<M>(rows, values, next, first.start..last.end);
+                return self.gather::<M>(rows, values, panel, next, first.start..last.end);
             }
             // Whole words, of which no row sees a part.
             let (start, end) =
                 (last.start.next_multiple_of(M::PER_WORD), first.end / M::PER_WORD * M::PER_WORD);
             let together = if start < end { start..end } else { N..N };
-            for row in rows.clone() {
-                let Range { start, end } = self.seen(row);
-                self.gather::<M>(row..row + 1, values, None, start..end.min(together.start));
+            let group = self.call.group();
+            let queries = rows.start / group..rows.end.div_ceil(group);
+            let of = |query: usize| rows.start.max(query * group)..rows.end.min((query + 1) * group);
+            for rows in queries.clone().map(of) {
+                let Range { start, end } = self.seen(rows.start);
+                self.gather::<M>(rows, values, panel, None, start..end.min(together.start));
             }
-            self.gather::<M>(rows.clone(), values, next, together.clone());
-            for row in rows {
-                let Range { start, end } = self.seen(row);
-                self.gather::<M>(row..row + 1, values, None, start.max(together.end)..end);
+            self.gather::<M>(rows.clone(), values, panel, next, together.clone());
+            for rows in queries.map(of) {
+                let Range { start, end } = self.seen(rows.start);
+                self.gather::<M>(rows, values, panel, None, start.max(together.end)..end);
             }
         }
     }
 
-    /// Adds the weighted values of the tokens `seen` to some rows.
+    /// Adds the weighted values of the tokens `seen` to some rows, of packed ones one panel.
     ///
     /// # Safety
     /// - As for `weighted_sums`.
@@ -231,6 +253,7 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
         &mut self,
         rows: Range<usize>,
         values: Values<M::Element>,
+        panel: usize,
         next: Option<Next<M::Element>>,
         seen: Range<usize>,
     ) {
@@ -257,18 +280,20 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
                 },
                 Values::Packed(values) => {
                     assert!(N == TILE, "packed tiles have one size");
-                    let (simd, dim) = (self.simd, self.value_dim);
-                    let acc = self.acc[rows.start * dim..rows.end * dim].as_mut_ptr();
+                    let (simd, dim, width) = (self.simd, self.value_dim, panels::width::<S>());
+                    let (first, tokens) = (panel * width, TILE / M::PER_WORD);
+                    let columns = width.min(dim - first);
+                    let acc = self.acc[rows.start * dim + first..rows.end * dim].as_mut_ptr();
                     let weights = self.scores[rows.start * N..rows.end * N].as_ptr();
-                    let values = values[..TILE / M::PER_WORD * dim].as_ptr();
+                    let values = values[first * tokens..][..columns * tokens].as_ptr();
                     let method = PhantomData::<M>;
                     match rows.len() {
-                        1 => simd.call(Weighted::<_, 1> { weights, values, seen, dim, acc, method }),
-                        2 => simd.call(Weighted::<_, 2> { weights, values, seen, dim, acc, method }),
-                        3 => simd.call(Weighted::<_, 3> { weights, values, seen, dim, acc, method }),
-                        4 => simd.call(Weighted::<_, 4> { weights, values, seen, dim, acc, method }),
-                        5 => simd.call(Weighted::<_, 5> { weights, values, seen, dim, acc, method }),
-                        _ => simd.call(Weighted::<_, 6> { weights, values, seen, dim, acc, method }),
+                        1 => simd.call(Weighted::<_, 1> { weights, values, columns, seen, acc, dim, method }),
+                        2 => simd.call(Weighted::<_, 2> { weights, values, columns, seen, acc, dim, method }),
+                        3 => simd.call(Weighted::<_, 3> { weights, values, columns, seen, acc, dim, method }),
+                        4 => simd.call(Weighted::<_, 4> { weights, values, columns, seen, acc, dim, method }),
+                        5 => simd.call(Weighted::<_, 5> { weights, values, columns, seen, acc, dim, method }),
+                        _ => simd.call(Weighted::<_, 6> { weights, values, columns, seen, acc, dim, method }),
                     }
                 }
             }
@@ -294,56 +319,5 @@ impl<S: Simd, const N: usize> Tile<'_, S, N> {
         let job = Gather::<_, R, N> { weights, steps, finer, values, next, seen, dim, acc };
         // SAFETY: `weights` and `acc` have so many rows; the caller's promise for values.
         unsafe { M::gather(self.simd, job) }
-    }
-}
-
-/// Turns all rows' dot products into weights.
-struct Weigh<'a, 'b, S, M, const N: usize>(&'a mut Tile<'b, S, N>, PhantomData<M>);
-
-impl<S: Simd, M: Method<S>, const N: usize> Job<S> for Weigh<'_, '_, S, M, N> {
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run(self, simd: S) {
-        let Self(tile, _) = self;
-        let (dim, group) = (tile.value_dim, tile.call.group());
-        *tile.finer = false;
-        for query in 0..tile.reference.len() / group {
-            let seen = tile.seen(query * group);
-            if seen.is_empty() {
-                if M::COUNTS {
-                    // They weigh nothing where others see something.
-                    let rows = query * group..(query + 1) * group;
-                    tile.scores[rows.start * N..rows.end * N].fill(0.0);
-                    tile.steps[rows].fill(0.0);
-                }
-                continue;
-            }
-            let uneven = M::COUNTS && tile.scales.is_some_and(|scales| scales.uneven(seen.clone()));
-            let distance = (tile.start as i64 - tile.block.position - query as i64) as f32;
-            let (tiles, _) = tile.scores.as_chunks_mut::<N>();
-            for head in 0..group {
-                let row = query * group + head;
-                let step = &mut tile.steps[row];
-                let row = Row {
-                    scores: &mut tiles[row],
-                    seen: seen.clone(),
-                    logit: Logit {
-                        scale: tile.call.scale * tile.query_steps[row],
-                        soft_cap: tile.call.soft_cap,
-                        slope: tile.call.slopes.map_or(0.0, |slopes| slopes[tile.first_head + head]),
-                        distance,
-                    },
-                    scales: tile.scales,
-                    uneven,
-                    reference: &mut tile.reference[row],
-                    sum: &mut tile.sum[row],
-                    acc: &mut tile.acc[row * dim..][..dim],
-                };
-                let counted = row.weigh::<S, M>(simd);
-                *step = counted.step;
-                *tile.finer |= counted.finer;
-            }
-        }
     }
 }

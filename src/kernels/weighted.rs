@@ -5,28 +5,30 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::columns::{Columns, at_once, load_rows, store_rows};
+use super::columns::{Columns, load_rows, store_rows};
 use super::method::Method;
+use super::panels;
 use super::simd::{Job, Simd};
 use super::tokens::TILE;
 
-/// `acc[r][c] += Σ weights[r][k] · values[k][c]` for `R` rows, all columns and the tokens `seen`, in
+/// `acc[r][c] += Σ weights[r][k] · values[k][c]` for `R` rows, the columns of a panel and the tokens `seen`, in
 /// ascending order whatever `R`.
 ///
 /// # Safety (of running it)
-/// - `weights` is valid for reads of `R` tiles, `values` of a tile of `dim` columns, `acc` for reads and
-///   writes of `R` rows of `dim`, a multiple of `LANES`.
+/// - `weights` is valid for reads of `R` tiles, `values` of a tile of so many `columns`, a multiple of `LANES`,
+///   `acc` for reads and writes of as many in `R` rows of `dim`.
 /// - `seen` lies in the tile. The weight of a token that is not of it, but in a word with one that is,
 ///   is finite.
 pub(super) struct Weighted<M, const R: usize> {
     /// `[R, TILE]`, as the method stores them.
     pub(super) weights: *const f32,
-    /// `[TILE / tokens of a word, dim]`, as the method packs them.
+    /// `[TILE / tokens of a word, columns]`, as the method packs them.
     pub(super) values: *const f32,
+    pub(super) columns: usize,
     pub(super) seen: Range<usize>,
-    pub(super) dim: usize,
-    /// `[R, dim]`.
     pub(super) acc: *mut f32,
+    /// From a row of `acc` to the next.
+    pub(super) dim: usize,
     pub(super) method: PhantomData<M>,
 }
 
@@ -35,13 +37,13 @@ impl<S: Simd, M: Method<S>, const R: usize> Job<S> for Weighted<M, R> {
 
     #[inline(always)]
     unsafe fn run(self, simd: S) {
-        // SAFETY: the caller's promise; these are the vectors of `dim`.
-        unsafe { self.each(simd, 0..self.dim / S::LANES) }
+        // SAFETY: the caller's promise; these are all vectors.
+        unsafe { self.each(simd, 0..self.columns / S::LANES) }
     }
 }
 
 impl<S: Simd, M: Method<S>, const R: usize> Columns<S> for Weighted<M, R> {
-    const MOST: usize = at_once::<S>(R);
+    const MOST: usize = panels::width::<S>() / S::LANES;
 
     #[inline(always)]
     unsafe fn columns<const C: usize>(&self, simd: S, first: usize) {
@@ -54,7 +56,7 @@ impl<S: Simd, M: Method<S>, const R: usize> Columns<S> for Weighted<M, R> {
             let mut v = [simd.splat(0.0); C];
             for c in 0..C {
                 // SAFETY: the caller's promise for `values`.
-                v[c] = unsafe { simd.load(self.values.add(word * self.dim + column + c * S::LANES)) };
+                v[c] = unsafe { simd.load(self.values.add(word * self.columns + column + c * S::LANES)) };
             }
             let tokens = word * M::PER_WORD..(word + 1) * M::PER_WORD;
             if M::PER_WORD > 1 && (tokens.start < start || tokens.end > end) {

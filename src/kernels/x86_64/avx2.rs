@@ -78,6 +78,7 @@ impl Simd for Avx2 {
             _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased)))
         };
         fn select_less(a, b, yes, no) = _mm256_blendv_ps(no, yes, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b));
+        fn zero_below(x, bound, a) = _mm256_andnot_ps(_mm256_cmp_ps::<_CMP_LT_OQ>(x, bound), a);
     }
 
     #[inline(always)]
