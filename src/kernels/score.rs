@@ -210,9 +210,5 @@ impl<M, T, const R: usize, const N: usize> Score<'_, M, T, R, N> {
 /// `P` of `K` tokens, from number `first` on.
 #[inline(always)]
 fn part<T, const K: usize, const P: usize>(tokens: &[*const T; K], first: usize) -> [*const T; P] {
-    let mut part = [std::ptr::null(); P];
-    for i in 0..P {
-        part[i] = tokens[first + i];
-    }
-    part
+    *tokens[first..].first_chunk().expect("so many are left")
 }
