@@ -95,7 +95,12 @@ mod tests {
             for kv_heads in 1..5 {
                 let mut step = Step { tile: tiles.start, values: false, kv_head: 0 };
                 let mut visits = Vec::new();
+                let mut keys = step;
                 while step.tile < tiles.end {
+                    if !step.values {
+                        assert_eq!((keys.tile, keys.kv_head), (step.tile, step.kv_head), "the next keys");
+                        keys = keys.next_keys(kv_heads);
+                    }
                     visits.push((step.tile, step.values, step.kv_head));
                     step = step.next(kv_heads);
                 }

@@ -2,7 +2,7 @@
 //!
 //! A logit is computed in f32 from `n = head_dim` products: with `u = 2^-24` and
 //! `S = scale · Σ |q·k|` it is off by at most `(n + 3)·u·S` (n products and sums, the scale, its
-//! product), and less the maximum `m` by `u·|x − m|` more. That absolute error of a logit is the
+//! product), and less the maximum `m`, or up to 4 less, by `u·(|x − m| + 4)` more. That absolute error of a logit is the
 //! relative error of its weight: at logits of 1e5 with `n = 1` some 2 %, whatever else is done in f32.
 //! [`Exact::bound`] adds that up over the keys, weighted as the keys are.
 //!
@@ -11,8 +11,8 @@
 //! - A weight is rounded to 8 bits, by a factor within `1 ± 2^-8`. The sum that divides is not, so
 //!   that the output is off by at most `2^-8 · Σ w·|v| / Σ w`: as much as rounding it to bfloat16.
 //! - An element below `2^-126` counts as 0: a logit is off by its product.
-//! - A weight, a product or a sum below `2^-126` is 0. The largest weight is 1, and so the sum of all
-//!   at least: the output of `len` keys is off by `2^-126 · len · (2 + |v|)` at most. Outputs
+//! - A weight, a product or a sum below `2^-126` is 0. The largest weight is 1 at least, and so the sum
+//!   of all: the output of `len` keys is off by `2^-126 · len · (2 + |v|)` at most. Outputs
 //!   that are subnormal themselves may be 0.
 
 use paged_kv::attention::reference;
@@ -135,7 +135,7 @@ impl Exact {
             for (bound, &v) in bound.iter_mut().zip(value) {
                 let v = f64::from(v.abs());
                 *bound += weight / sum * (error + of_sum) / (1.0 - of_sum).max(0.5) * v;
-                // An element or product, a sum and, times the element, a weight; the largest weight is 1.
+                // An element or product, a sum and, times the element, a weight; the largest weight is 1 at least.
                 *bound += if in_pairs { NORMAL * (2.0 + v) } else { 0.0 };
             }
         }
@@ -269,6 +269,23 @@ fn a_one_hot_softmax_gives_the_value_itself() {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Each tile's logits lie above those before it, by what leaves weights relative to the first tile and by what
+/// doesn't: sums of large values keep their digits, and don't overflow.
+#[test]
+fn weights_stay_small_where_logits_rise() {
+    for rise in [0.3, 3.96875, 4.03125, 7.875, 60.0] {
+        for steps in [1, 16] {
+            let mut rng = Rng(11);
+            let key: Vec<f32> = (0..1064).map(|i| rise * (i / 64).min(steps) as f32).collect();
+            let value: Vec<f32> = (0..1064 * 3).map(|_| 3e32 * (1.0 + rng.float() / 2.0)).collect();
+            let exact = Exact::new(Case { scale: Some(1.0), ..Case::default() }, &[1.0], &key, &value);
+            exact.check(1e30);
+            let case = Case { kv_dtype: DType::BF16, ..exact.case.clone() };
+            Exact::new(case, &[1.0], &key, &value).wide().check(1e31);
         }
     }
 }
