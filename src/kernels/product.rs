@@ -44,7 +44,7 @@ impl<S: Simd, M: Method<S>, const R: usize> Job<S> for Product<M, R> {
 }
 
 impl<S: Simd, M: Method<S>, const R: usize> Columns<S> for Product<M, R> {
-    const MOST: usize = panels::width::<S>() / S::LANES;
+    const MOST: usize = panels::vectors::<S>();
 
     #[inline(always)]
     unsafe fn columns<const C: usize>(&self, simd: S, first: usize) {

@@ -30,9 +30,8 @@ impl Step {
 
     /// The next keys after these.
     fn next_keys(self, kv_heads: usize) -> Self {
-        let Self { tile, values, kv_head } = self;
-        let last = kv_head + 1 == kv_heads;
-        Self { tile: tile + usize::from(last), values, kv_head: if last { 0 } else { kv_head + 1 } }
+        let next = self.next(kv_heads);
+        if next.values { Self { tile: next.tile + 1, values: false, ..next } } else { next }
     }
 }
 
