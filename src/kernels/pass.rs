@@ -111,7 +111,8 @@ impl<'a, S: Simd, M: Method<S>> Pass<'a, S, M> {
                 per_head: rows,
                 at_once,
                 query: query::load::<S, M>(simd, call, block, key_words, at_once, order),
-                scores: Scratch::zeros(
+                // Products of what no row sees may stay what they were: weights are selected, not multiplied.
+                scores: Scratch::any(
                     block.num_kv_heads * rows * if block.prefill { TILE } else { SHORT_TILE },
                 ),
                 steps: Scratch::zeros(block.num_kv_heads * rows),

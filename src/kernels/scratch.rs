@@ -15,7 +15,7 @@ thread_local! {
 /// Floats of a cache line: vectors that lie across two cost twice.
 const LINE: usize = 16;
 
-/// Zeros to begin with, at the start of a cache line. Memory fresh from the system costs more than
+/// Floats, at the start of a cache line. Memory fresh from the system costs more than
 /// the work that is done in it.
 #[derive(Debug)]
 pub(super) struct Scratch {
@@ -26,6 +26,15 @@ pub(super) struct Scratch {
 
 impl Scratch {
     pub(super) fn zeros(len: usize) -> Self {
+        let mut scratch = Self::any(len);
+        // Not by `resize`, which writes one by one.
+        scratch.fill(0.0);
+        scratch
+    }
+
+    /// Whatever tasks before left behind: for what is written before it is read. Where assertions are checked, NaN,
+    /// which would be seen.
+    pub(super) fn any(len: usize) -> Self {
         // Where the thread is ending already, a new one.
         let kept = STOCK.try_with(|stock| stock.borrow_mut().pop()).ok().flatten();
         let mut buffer = kept.unwrap_or_default();
@@ -35,8 +44,9 @@ impl Scratch {
         let start = buffer.as_ptr().align_offset(LINE * size_of::<f32>());
         // An address that can't be aligned is no error: whole vectors may lie anywhere.
         let start = if start < LINE { start } else { 0 };
-        // Not by `resize`, which writes one by one.
-        buffer[start..start + len].fill(0.0);
+        if cfg!(debug_assertions) {
+            buffer[start..start + len].fill(f32::NAN);
+        }
         Self { buffer, start, len }
     }
 }
@@ -74,7 +84,7 @@ mod tests {
     use super::{KEPT, LARGEST, STOCK, Scratch};
 
     #[test]
-    fn buffers_come_back_as_zeros_and_few_are_kept() {
+    fn buffers_come_back_and_few_are_kept() {
         let mut first = Scratch::zeros(1000);
         first.fill(7.0);
         let address = first.as_ptr();
@@ -83,7 +93,10 @@ mod tests {
         assert_eq!(second.as_ptr(), address, "the same memory");
         assert_eq!(address.align_offset(64), 0);
         assert!(second.len() == 900 && second.iter().all(|&x| x == 0.0));
-        drop((second, (0..100).map(|_| Scratch::zeros(8)).collect::<Vec<_>>()));
+        drop(second);
+        let third = Scratch::any(800);
+        assert!(third.as_ptr() == address && third.iter().all(|x| x.is_nan()));
+        drop((third, (0..100).map(|_| Scratch::zeros(8)).collect::<Vec<_>>()));
         assert_eq!(STOCK.with_borrow(Vec::len), KEPT);
         drop(Scratch::zeros(LARGEST + 1));
         assert_eq!(STOCK.with_borrow(Vec::len), KEPT - 1);
