@@ -16,6 +16,14 @@ type F32 = [f32; LANES];
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scalar;
 
+/// The largest integer that is not above `a`, as long as |a| < 2^22: adding 1.5 * 2^23 leaves no bits behind
+/// the point. `f32::floor` is a call into the C library.
+#[inline(always)]
+fn floor(a: f32) -> f32 {
+    let nearest = (a + 12_582_912.0) - 12_582_912.0;
+    if nearest > a { nearest - 1.0 } else { nearest }
+}
+
 /// Writes methods once, from what they do to the floats of one lane.
 macro_rules! lanes {
     ($(fn $name:ident($($arg:ident),*) = $body:expr;)*) => {$(
@@ -53,7 +61,8 @@ impl Simd for Scalar {
         fn with_sign(magnitude, sign) = magnitude.copysign(sign);
         // Adding 1.5 * 2^23 leaves no bits behind the point, as long as |a| < 2^22.
         fn round(a) = (a + 12_582_912.0) - 12_582_912.0;
-        fn scale_by_power(a, n) = a * f32::from_bits(((n as i32).wrapping_add(127) as u32) << 23);
+        fn fraction(a) = a - floor(a);
+        fn scale_by_power(a, n) = a * f32::from_bits(((floor(n) as i32).wrapping_add(127) as u32) << 23);
         fn select_less(a, b, yes, no) = if a < b { yes } else { no };
     }
 

@@ -52,7 +52,10 @@ pub(super) trait Simd: Copy + Send + Sync {
     fn with_sign(self, magnitude: Self::F32, sign: Self::F32) -> Self::F32;
     /// The nearest integer.
     fn round(self, a: Self::F32) -> Self::F32;
-    /// `a * 2^n` for integers `n` in -126..=127; anything for other `n`.
+    /// `a` less the largest integer that is not above it: 0 to 1, which is what a tiny negative `a` comes near;
+    /// anything beyond 2^22.
+    fn fraction(self, a: Self::F32) -> Self::F32;
+    /// `a * 2^⌊n⌋` for `n` from -126 to less than 128; anything for others.
     fn scale_by_power(self, a: Self::F32, n: Self::F32) -> Self::F32;
     /// `yes` where `a < b`, `no` elsewhere (NaN included).
     fn select_less(self, a: Self::F32, b: Self::F32, yes: Self::F32, no: Self::F32) -> Self::F32;
@@ -383,7 +386,14 @@ mod tests {
         let last = simd.splat((S::LANES - 1) as f32);
         assert!(!simd.any_less(last, vector) && simd.any_less(simd.sub(last, simd.splat(0.5)), vector));
         assert!(!simd.any_less(vector, simd.splat(f32::NAN)));
-        assert_eq!(lanes(simd, simd.scale_by_power(simd.splat(3.0), simd.splat(-2.0))), vec![0.75; S::LANES]);
+        for (x, floor) in
+            [(-2.0, -2.0), (-1.25, -2.0), (5.75, 5.0), (-126.0, -126.0), (0.0, 0.0), (127.5, 127.0)]
+        {
+            assert_eq!(lanes(simd, simd.fraction(simd.splat(x))), vec![x - floor; S::LANES]);
+            let scaled = lanes(simd, simd.scale_by_power(simd.splat(1.5), simd.splat(x)));
+            assert_eq!(scaled, vec![1.5 * floor.exp2(); S::LANES], "2^⌊{x}⌋");
+        }
+        assert!(lanes(simd, simd.fraction(simd.splat(-1e-10))).iter().all(|x| (1.0 - x).abs() < 1e-7));
     }
 
     #[test]

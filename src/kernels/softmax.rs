@@ -3,7 +3,7 @@
 use std::iter::StepBy;
 use std::ops::Range;
 
-use super::math::{exp_each, tanh};
+use super::math::{exp2_each, tanh};
 use super::method::{Counted, Method};
 use super::scales::TileScales;
 use super::simd::Simd;
@@ -11,9 +11,10 @@ use super::simd::Simd;
 /// How much the largest logit may lie above what a row's weights are relative to: so little that weights and
 /// their sums have the same digits, and so much that a row seldom meets a larger one. The largest itself
 /// changes in every other tile or so, which no processor foresees.
-const SLACK: f32 = 4.0;
+const SLACK: f32 = 6.0;
 
-/// How a dot product becomes a logit.
+/// How a dot product becomes a logit, which here is a power of 2: scale, cap and slope are those of a power of e
+/// times log2 e.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Logit {
     /// Its factor.
@@ -225,7 +226,7 @@ impl<const N: usize> Row<'_, N> {
             };
             *x = simd.sub(logit, reference);
         }
-        for (n, mut weight) in exp_each(simd, x).into_iter().enumerate() {
+        for (n, mut weight) in exp2_each(simd, x).into_iter().enumerate() {
             let i = from + n * S::LANES;
             sum = simd.add(sum, weight);
             // SAFETY: the caller's promise; scales are a tile too.
@@ -248,5 +249,5 @@ impl<const N: usize> Row<'_, N> {
 /// The factor that takes a sum relative to `from` to one relative to `to`, the larger.
 #[inline]
 pub(super) fn rescale(from: f32, to: f32) -> f32 {
-    if from < to { (from - to).exp() } else { 1.0 }
+    if from < to { (from - to).exp2() } else { 1.0 }
 }

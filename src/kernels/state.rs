@@ -1,5 +1,7 @@
 //! What attention over some of the keys leaves behind, and how such parts are joined.
 
+use std::f64::consts::LN_2;
+
 use super::flash::{Block, Call};
 use super::pairs::unzip;
 use super::rows::store_row;
@@ -35,8 +37,8 @@ pub(crate) struct State {
     /// Elements from a row of `acc` to the next: `v_head_dim` rounded up to whole vectors.
     pub(super) stride: usize,
     pub(super) order: Order,
-    /// The logit that each row's weights are relative to: its largest so far, or one little less; -inf where it
-    /// saw no key.
+    /// The logit, as a power of 2, that each row's weights are relative to: its largest so far, or one little less;
+    /// -inf where it saw no key.
     pub(super) reference: Vec<f32>,
     /// Sum of each row's weights; 0 where it saw no key.
     pub(super) sum: Vec<f32>,
@@ -96,14 +98,16 @@ impl State {
             let (kv_head, rest) = (row / (block.num_queries * group), row % (block.num_queries * group));
             let (query, head) = (rest / group, kv_head * group + rest % group);
             let first_head = block.first_kv_head * group;
-            let sink = call.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[first_head + head]);
-            let max = self.reference[row].max(sink);
+            // As a sink has it, which is to come back as it was where it is all that counts.
+            let reference = f64::from(self.reference[row]) * LN_2;
+            let sink = call.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[first_head + head]));
+            let max = reference.max(sink);
             // Nothing seen at all: 0 and -inf, not 0/0.
             let mut sum = self.sum[row];
             let mut factor = 0.0;
-            if max > f32::NEG_INFINITY {
-                let kept = rescale(self.reference[row], max);
-                sum = sum * kept + (sink - max).exp();
+            if max > f64::NEG_INFINITY {
+                let kept = if reference >= sink { 1.0 } else { (reference - max).exp() as f32 };
+                sum = sum * kept + (sink - max).exp() as f32;
                 factor = kept / sum;
             } else if sum.is_nan() {
                 factor = f32::NAN;
@@ -119,7 +123,7 @@ impl State {
             }
             store_row(&mut out, query, head, &acc[..dim]);
             if let Some(lse) = &mut lse {
-                store_row(lse, query, head, &[max + sum.ln()]);
+                store_row(lse, query, head, &[max as f32 + sum.ln()]);
             }
         }
     }

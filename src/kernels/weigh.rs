@@ -1,5 +1,6 @@
 //! From dot products to weights, all rows of one tile.
 
+use std::f32::consts::LOG2_E;
 use std::marker::PhantomData;
 
 use super::method::Method;
@@ -42,9 +43,9 @@ impl<S: Simd, M: Method<S>, const N: usize> Job<S> for Weigh<'_, '_, S, M, N> {
                     scores: &mut tiles[row],
                     seen: seen.clone(),
                     logit: Logit {
-                        scale: tile.call.scale * tile.query_steps[row],
-                        soft_cap: tile.call.soft_cap,
-                        slope: tile.call.slopes.map_or(0.0, |slopes| slopes[tile.first_head + head]),
+                        scale: LOG2_E * tile.call.scale * tile.query_steps[row],
+                        soft_cap: LOG2_E * tile.call.soft_cap,
+                        slope: LOG2_E * tile.call.slopes.map_or(0.0, |slopes| slopes[tile.first_head + head]),
                         distance,
                     },
                     scales: tile.scales,

@@ -277,15 +277,15 @@ fn a_one_hot_softmax_gives_the_value_itself() {
 /// doesn't: sums of large values keep their digits, and don't overflow.
 #[test]
 fn weights_stay_small_where_logits_rise() {
-    for rise in [0.3, 3.96875, 4.03125, 7.875, 60.0] {
+    for rise in [0.3, 4.125, 4.1875, 5.5, 8.25, 60.0] {
         for steps in [1, 16] {
             let mut rng = Rng(11);
             let key: Vec<f32> = (0..1064).map(|i| rise * (i / 64).min(steps) as f32).collect();
-            let value: Vec<f32> = (0..1064 * 3).map(|_| 3e32 * (1.0 + rng.float() / 2.0)).collect();
+            let value: Vec<f32> = (0..1064 * 3).map(|_| 5e33 * (1.0 + rng.float() / 2.0)).collect();
             let exact = Exact::new(Case { scale: Some(1.0), ..Case::default() }, &[1.0], &key, &value);
-            exact.check(1e30);
+            exact.check(2e31);
             let case = Case { kv_dtype: DType::BF16, ..exact.case.clone() };
-            Exact::new(case, &[1.0], &key, &value).wide().check(1e31);
+            Exact::new(case, &[1.0], &key, &value).wide().check(2e32);
         }
     }
 }

@@ -5,12 +5,12 @@
 
 use std::arch::aarch64::{
     float32x4_t, int16x4_t, vabsq_f32, vaddq_f32, vaddq_s32, vaddvq_f32, vand_u16, vandq_u32, vbslq_f32,
-    vcgtq_f32, vcltq_f32, vcvt_f32_f16, vcvtq_f32_s32, vcvtq_s32_f32, vdivq_f32, vdup_n_u16, vdup_n_u32,
+    vcgtq_f32, vcltq_f32, vcvt_f32_f16, vcvtmq_s32_f32, vcvtq_f32_s32, vdivq_f32, vdup_n_u16, vdup_n_u32,
     vdupq_n_f32, vdupq_n_s32, vdupq_n_u32, vfmaq_f32, vget_low_s16, vld1_u16, vld1q_f32, vld1q_u16,
     vmaxnmvq_f32, vmaxvq_u32, vmovl_s8, vmovl_s16, vmovl_u16, vmulq_f32, vpaddq_f32, vreinterpret_f16_u16,
     vreinterpret_s8_u32, vreinterpret_u16_s16, vreinterpretq_f32_f64, vreinterpretq_f32_s32,
-    vreinterpretq_f32_u32, vreinterpretq_f64_f32, vreinterpretq_u32_u16, vrndnq_f32, vshl_n_s16, vshlq_n_s32,
-    vshlq_n_u32, vst1q_f32, vsubq_f32, vtrn1q_f32, vtrn1q_f64, vtrn2q_f32, vtrn2q_f64,
+    vreinterpretq_f32_u32, vreinterpretq_f64_f32, vreinterpretq_u32_u16, vrndmq_f32, vrndnq_f32, vshl_n_s16,
+    vshlq_n_s32, vshlq_n_u32, vst1q_f32, vsubq_f32, vtrn1q_f32, vtrn1q_f64, vtrn2q_f32, vtrn2q_f64,
 };
 
 use half::{bf16, f16};
@@ -80,8 +80,9 @@ impl Simd for Neon {
         fn abs(a) = vabsq_f32(a);
         fn with_sign(magnitude, sign) = vbslq_f32(vdupq_n_u32(0x8000_0000), sign, magnitude);
         fn round(a) = vrndnq_f32(a);
+        fn fraction(a) = vsubq_f32(a, vrndmq_f32(a));
         fn scale_by_power(a, n) = {
-            let biased = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
+            let biased = vaddq_s32(vcvtmq_s32_f32(n), vdupq_n_s32(127));
             vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32::<23>(biased)))
         };
         fn select_less(a, b, yes, no) = vbslq_f32(vcltq_f32(a, b), yes, no);

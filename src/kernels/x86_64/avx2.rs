@@ -8,11 +8,12 @@ use std::arch::x86_64::{
     _mm256_andnot_ps, _mm256_blendv_ps, _mm256_castpd_ps, _mm256_castps_pd, _mm256_castps_si256,
     _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cvtepi8_epi16,
     _mm256_cvtepi8_epi32, _mm256_cvtepi32_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32,
-    _mm256_div_ps, _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_hadd_ps,
-    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_madd_epi16, _mm256_max_ps, _mm256_movemask_ps, _mm256_mul_ps,
-    _mm256_or_ps, _mm256_permute2f128_ps, _mm256_round_ps, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_ps,
-    _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps, _mm256_unpackhi_epi16, _mm256_unpackhi_pd,
-    _mm256_unpackhi_ps, _mm256_unpacklo_epi16, _mm256_unpacklo_pd, _mm256_unpacklo_ps,
+    _mm256_div_ps, _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_floor_ps, _mm256_fmadd_ps,
+    _mm256_hadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_madd_epi16, _mm256_max_ps,
+    _mm256_movemask_ps, _mm256_mul_ps, _mm256_or_ps, _mm256_permute2f128_ps, _mm256_round_ps,
+    _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps,
+    _mm256_unpackhi_epi16, _mm256_unpackhi_pd, _mm256_unpackhi_ps, _mm256_unpacklo_epi16, _mm256_unpacklo_pd,
+    _mm256_unpacklo_ps,
 };
 
 use half::{bf16, f16};
@@ -73,8 +74,9 @@ impl Simd for Avx2 {
         fn abs(a) = _mm256_andnot_ps(_mm256_set1_ps(-0.0), a);
         fn with_sign(magnitude, sign) = _mm256_or_ps(magnitude, _mm256_and_ps(_mm256_set1_ps(-0.0), sign));
         fn round(a) = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a);
+        fn fraction(a) = _mm256_sub_ps(a, _mm256_floor_ps(a));
         fn scale_by_power(a, n) = {
-            let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+            let biased = _mm256_add_epi32(_mm256_cvtps_epi32(_mm256_floor_ps(n)), _mm256_set1_epi32(127));
             _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased)))
         };
         fn select_less(a, b, yes, no) = _mm256_blendv_ps(no, yes, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b));

@@ -2,18 +2,18 @@
 
 use half::{bf16, f16};
 use std::arch::x86_64::{
-    __cpuid, __m512, _CMP_LT_OQ, _CMP_NLT_UQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T1,
-    _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128, _mm_movehdup_ps, _mm_movehl_ps, _mm_prefetch,
-    _mm_storeu_ps, _mm256_add_ps, _mm256_and_si256, _mm256_castps256_ps128, _mm256_cvtepi8_epi16,
-    _mm256_extractf128_ps, _mm256_loadu_si256, _mm256_set1_epi16, _mm256_slli_epi16, _mm512_abs_ps,
-    _mm512_add_ps, _mm512_and_ps, _mm512_and_si512, _mm512_castpd_ps, _mm512_castps_pd,
-    _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi8_epi32,
-    _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_div_ps, _mm512_extractf32x8_ps,
-    _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_blend_ps, _mm512_maskz_mov_ps,
-    _mm512_max_ps, _mm512_mul_ps, _mm512_or_ps, _mm512_reduce_max_ps, _mm512_roundscale_ps, _mm512_scalef_ps,
-    _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32,
-    _mm512_storeu_ps, _mm512_sub_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
-    _mm512_unpacklo_ps, CpuidResult,
+    __cpuid, __m512, _CMP_LT_OQ, _CMP_NLT_UQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
+    _MM_FROUND_TO_NEG_INF, _MM_HINT_T1, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128,
+    _mm_movehdup_ps, _mm_movehl_ps, _mm_prefetch, _mm_storeu_ps, _mm256_add_ps, _mm256_and_si256,
+    _mm256_castps256_ps128, _mm256_cvtepi8_epi16, _mm256_extractf128_ps, _mm256_loadu_si256,
+    _mm256_set1_epi16, _mm256_slli_epi16, _mm512_abs_ps, _mm512_add_ps, _mm512_and_ps, _mm512_and_si512,
+    _mm512_castpd_ps, _mm512_castps_pd, _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
+    _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_div_ps,
+    _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_blend_ps,
+    _mm512_maskz_mov_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_or_ps, _mm512_reduce_max_ps, _mm512_reduce_ps,
+    _mm512_roundscale_ps, _mm512_scalef_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_ps,
+    _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps, _mm512_unpackhi_pd,
+    _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps, CpuidResult,
 };
 
 use super::super::simd::{Job, MOST_LANES, Simd};
@@ -105,6 +105,7 @@ impl<const MORE: u8> Simd for Avx512<MORE> {
         fn abs(a) = _mm512_abs_ps(a);
         fn with_sign(magnitude, sign) = _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0), sign));
         fn round(a) = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a);
+        fn fraction(a) = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(a);
         fn scale_by_power(a, n) = _mm512_scalef_ps(a, n);
         fn select_less(a, b, yes, no) = _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), no, yes);
         fn zero_below(x, bound, a) = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, bound), a);
