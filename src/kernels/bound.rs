@@ -8,7 +8,8 @@ use std::ops::Range;
 
 use super::flash::{Block, Call};
 use super::rows::load_row;
-use super::simd::{Job, Simd, Stored};
+use super::simd::{Job, Simd};
+use super::stored::Stored;
 use crate::dtype::{DType, F8E4M3};
 use crate::storage::PagesView;
 

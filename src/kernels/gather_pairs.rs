@@ -148,11 +148,11 @@ impl<M, T, const R: usize, const N: usize> TwoByTwo<'_, M, T, R, N> {
                         loaded[i] = unsafe {
                             match words {
                                 1 if M::ZIPPED && first / 2 % 2 == 1 => {
-                                    M::load::<2>(simd, value, word - S::LANES, 1)
+                                    M::load::<2, true>(simd, value, word - S::LANES, 1)
                                 }
-                                1 if M::ZIPPED => M::load::<2>(simd, value, word, 0),
-                                1 => M::load::<1>(simd, value, word, 0),
-                                _ => M::load::<C>(simd, value, word, i),
+                                1 if M::ZIPPED => M::load::<2, true>(simd, value, word, 0),
+                                1 => M::load::<1, true>(simd, value, word, 0),
+                                _ => M::load::<C, true>(simd, value, word, i),
                             }
                         };
                     }

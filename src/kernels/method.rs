@@ -9,8 +9,9 @@ use super::gather_pairs::{InTwos, TwoByTwo};
 use super::pack::{Widen, Zip};
 use super::pairs::Pairs;
 use super::query::QueryRow;
-use super::simd::{Simd, Stored, load};
+use super::simd::Simd;
 use super::state::Order;
+use super::stored::Stored;
 use super::tokens::Tokens;
 use super::words::Words;
 
@@ -42,12 +43,32 @@ pub(super) trait Method<S: Simd> {
     /// # Safety
     /// - What [`QueryRow`] says is so, and `into` has room for the row's words.
     unsafe fn load_query(simd: S, row: QueryRow, room: &mut [f32], into: &mut [f32]) -> f32;
-    /// Vector `c` of `C` vectors of a token's words from number `word` on. `C` is 1, or even; then they
-    /// are in the order of [`order`](Self::order).
+    /// Vectors that are loaded at once, 2 or 4, from a token's first word on and as often as they fit; what is left
+    /// over is loaded one by one.
+    #[inline(always)]
+    fn at_once() -> usize {
+        2
+    }
+    /// Vector `c` of `C` vectors of a token's words from number `word` on. `C` is 1, or as many as are
+    /// loaded [at once](Self::at_once), or a multiple; then they are in the order of [`order`](Self::order), and where
+    /// not `ANY`, all elements are [plain](Self::all_plain).
     ///
     /// # Safety
     /// - So many words are valid for reads.
-    unsafe fn load<const C: usize>(simd: S, token: *const Self::Element, word: usize, c: usize) -> S::F32;
+    unsafe fn load<const C: usize, const ANY: bool>(
+        simd: S,
+        token: *const Self::Element,
+        word: usize,
+        c: usize,
+    ) -> S::F32;
+    /// Whether all elements of `K` tokens are plain, as far as their first `words` are loaded several vectors at once.
+    ///
+    /// # Safety
+    /// - So many words of each token are valid for reads.
+    #[inline(always)]
+    unsafe fn all_plain<const K: usize>(_: S, _tokens: [*const Self::Element; K], _words: usize) -> bool {
+        true
+    }
     /// `c` plus the products of the elements of `a`'s words and of `b`'s.
     fn multiply_add(simd: S, a: S::F32, b: S::F32, c: S::F32) -> S::F32;
     /// Sums of such products as floats.
@@ -114,7 +135,10 @@ impl<S: Simd, T: Stored> Method<S> for Widened<T> {
     const ROWS: usize = if S::REGISTERS >= 32 { 8 } else { PACKED_ROWS };
 
     fn order(as_they_lie: bool) -> Order {
-        if as_they_lie && T::PARTED { Order::Parted(S::LANES) } else { Order::Straight }
+        match T::vectors::<S>() {
+            vectors @ 2.. if as_they_lie => Order::Dealt { lanes: S::LANES, vectors },
+            _ => Order::Straight,
+        }
     }
 
     unsafe fn load_query(simd: S, row: QueryRow, _: &mut [f32], into: &mut [f32]) -> f32 {
@@ -124,9 +148,34 @@ impl<S: Simd, T: Stored> Method<S> for Widened<T> {
     }
 
     #[inline(always)]
-    unsafe fn load<const C: usize>(simd: S, token: *const T, word: usize, c: usize) -> S::F32 {
+    fn at_once() -> usize {
+        T::vectors::<S>().max(2)
+    }
+
+    #[inline(always)]
+    unsafe fn load<const C: usize, const ANY: bool>(
+        simd: S,
+        token: *const T,
+        word: usize,
+        c: usize,
+    ) -> S::F32 {
+        let vectors = T::vectors::<S>();
         // SAFETY: the caller's promise.
-        unsafe { load::<S, T, C>(simd, token.add(word), c) }
+        unsafe {
+            if C == 1 {
+                T::load(simd, token.add(word))
+            } else {
+                T::load_dealt::<S, ANY>(simd, token.add(word + c / vectors * vectors * S::LANES), c % vectors)
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn all_plain<const K: usize>(simd: S, tokens: [*const T; K], words: usize) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe {
+            T::all_plain(simd, tokens, words / (T::vectors::<S>() * S::LANES) * T::vectors::<S>() * S::LANES)
+        }
     }
 
     #[inline(always)]
@@ -185,7 +234,12 @@ impl<S: Pairs, T: Words> Method<S> for Paired<T> {
     }
 
     #[inline(always)]
-    unsafe fn load<const C: usize>(simd: S, token: *const T, word: usize, c: usize) -> S::F32 {
+    unsafe fn load<const C: usize, const ANY: bool>(
+        simd: S,
+        token: *const T,
+        word: usize,
+        c: usize,
+    ) -> S::F32 {
         let at = |c: usize| token.wrapping_add((word + c * S::LANES) * T::PER_WORD);
         // SAFETY: the caller's promise; of an even number, both of two are there.
         unsafe { if C == 1 { T::one(simd, at(0)) } else { T::two(simd, at(c & !1))[c % 2] } }

@@ -38,6 +38,7 @@ mod simd;
 mod softmax;
 mod state;
 mod stepped;
+mod stored;
 mod tile;
 mod tokens;
 mod walk;

@@ -5,7 +5,8 @@ use std::marker::PhantomData;
 use super::method::Method;
 use super::pairs::Pairs;
 use super::panels;
-use super::simd::{Job, MOST_LANES, Simd, Stored};
+use super::simd::{Job, MOST_LANES, Simd};
+use super::stored::Stored;
 use super::tokens::{TILE, Tokens};
 use super::words::Words;
 
@@ -79,7 +80,7 @@ impl<S: Simd, M: Method<S, Element = T>, T> Job<S> for Pack<'_, M, T> {
                 let mut block = [simd.splat(0.0); MOST_LANES];
                 for (i, row) in block.iter_mut().enumerate().take(S::LANES) {
                     // SAFETY: `word + LANES <= words`; the caller's promise for the tokens.
-                    *row = unsafe { M::load::<1>(simd, self.tokens.at(first + i), word, 0) };
+                    *row = unsafe { M::load::<1, true>(simd, self.tokens.at(first + i), word, 0) };
                 }
                 simd.transpose(&mut block);
                 for (i, &row) in block.iter().enumerate().take(S::LANES) {

@@ -10,8 +10,9 @@ use super::method::Method;
 use super::pack::Widen;
 use super::pairs::zip_words;
 use super::scratch::Scratch;
-use super::simd::{Simd, Stored, part_neighbours};
+use super::simd::Simd;
 use super::state::Order;
+use super::stored::{Stored, deal_neighbours};
 use super::tokens::{CACHE_LINE, TILE, Tokens};
 use crate::dtype::DType;
 use crate::storage::RowsView;
@@ -100,7 +101,7 @@ pub(super) fn load<S: Simd, M: Method<S>>(
         // SAFETY: `row` checked the index; the view vouches for the row's elements, of this type.
         steps[row] = unsafe { M::load_query(simd, QueryRow { from, dtype, dim }, &mut room, to) };
         match order {
-            Order::Parted(lanes) => part_neighbours(to, lanes),
+            Order::Dealt { lanes, vectors } => deal_neighbours(to, lanes, vectors),
             Order::Zipped { lanes, vectors: 4 } => zip_words(to, lanes),
             _ => {}
         }

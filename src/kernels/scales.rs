@@ -4,7 +4,8 @@
 use std::ops::Range;
 
 use super::flash::{Call, SPLIT};
-use super::simd::{Job, Simd, Stored};
+use super::simd::{Job, Simd};
+use super::stored::Stored;
 use super::tokens::{TILE, ascend};
 use crate::layout::PagesLayout;
 use crate::storage::PagesView;

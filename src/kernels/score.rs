@@ -85,8 +85,16 @@ impl<M, T, const R: usize, const N: usize> Score<'_, M, T, R, N> {
         let next = next.map(|next| next.at_each::<K>(first));
         for i in (0..K).step_by(P) {
             let mut some = [[simd.splat(0.0); P]; R];
+            let (keys, next) = (part(&keys, i), next.map(|next| part(&next, i)));
             // SAFETY: the caller's promise.
-            unsafe { self.products::<S, P>(simd, part(&keys, i), next.map(|next| part(&next, i)), &mut some) }
+            unsafe {
+                // Looked at once, for all words of these keys: inner loops have no branch.
+                if M::all_plain::<P>(simd, keys, self.words) {
+                    self.products::<S, P, false>(simd, keys, next, &mut some);
+                } else {
+                    self.products::<S, P, true>(simd, keys, next, &mut some);
+                }
+            }
             for r in 0..R {
                 for p in 0..P {
                     sums[r][i + p] = some[r][p];
@@ -125,12 +133,12 @@ impl<M, T, const R: usize, const N: usize> Score<'_, M, T, R, N> {
         }
     }
 
-    /// Adds the products of all rows and `K` keys, in all their words.
+    /// Adds the products of all rows and `K` keys, in all their words; where not `ANY`, these are plain.
     ///
     /// # Safety
     /// - As for the job.
     #[inline(always)]
-    unsafe fn products<S: Simd, const K: usize>(
+    unsafe fn products<S: Simd, const K: usize, const ANY: bool>(
         &self,
         simd: S,
         keys: [*const T; K],
@@ -142,20 +150,35 @@ impl<M, T, const R: usize, const N: usize> Score<'_, M, T, R, N> {
         let mut d = 0;
         // SAFETY: so many words are left; the caller's promise for keys and rows.
         unsafe {
-            while d + 2 * S::LANES <= self.words {
+            while d + M::at_once() * S::LANES <= self.words {
                 // Evenly between loads: what is asked for in one burst takes the places in which loads
                 // wait for the nearest cache, and sums wait with them.
                 if let Some(next) = next {
                     for i in 0..K {
-                        prefetch(simd, next[i], d * M::STORED, 2 * S::LANES * M::STORED);
+                        prefetch(simd, next[i], d * M::STORED, M::at_once() * S::LANES * M::STORED);
                     }
                 }
-                self.add::<S, K, 2>(simd, d, 0, keys, sums);
-                self.add::<S, K, 2>(simd, d, 1, keys, sums);
-                d += 2 * S::LANES;
+                if M::at_once() == 4 {
+                    self.add::<S, K, 4, ANY>(simd, d, 0, keys, sums);
+                    self.add::<S, K, 4, ANY>(simd, d, 1, keys, sums);
+                    self.add::<S, K, 4, ANY>(simd, d, 2, keys, sums);
+                    self.add::<S, K, 4, ANY>(simd, d, 3, keys, sums);
+                } else {
+                    self.add::<S, K, 2, ANY>(simd, d, 0, keys, sums);
+                    self.add::<S, K, 2, ANY>(simd, d, 1, keys, sums);
+                }
+                d += M::at_once() * S::LANES;
             }
-            if d < self.words {
-                self.add::<S, K, 1>(simd, d, 0, keys, sums);
+            for _ in 1..M::at_once() {
+                if d < self.words {
+                    if let Some(next) = next {
+                        for i in 0..K {
+                            prefetch(simd, next[i], d * M::STORED, S::LANES * M::STORED);
+                        }
+                    }
+                    self.add::<S, K, 1, true>(simd, d, 0, keys, sums);
+                    d += S::LANES;
+                }
             }
         }
     }
@@ -165,7 +188,7 @@ impl<M, T, const R: usize, const N: usize> Score<'_, M, T, R, N> {
     /// # Safety
     /// - As for the job; `d + C * LANES <= words`.
     #[inline(always)]
-    unsafe fn add<S: Simd, const K: usize, const C: usize>(
+    unsafe fn add<S: Simd, const K: usize, const C: usize, const ANY: bool>(
         &self,
         simd: S,
         d: usize,
@@ -185,7 +208,7 @@ impl<M, T, const R: usize, const N: usize> Score<'_, M, T, R, N> {
             }
             for i in 0..K {
                 // SAFETY: the caller's promise for keys.
-                let k = unsafe { M::load::<C>(simd, keys[i], d, c) };
+                let k = unsafe { M::load::<C, ANY>(simd, keys[i], d, c) };
                 for r in 0..R {
                     sums[r][i] = M::multiply_add(simd, q[r], k, sums[r][i]);
                 }
@@ -194,7 +217,7 @@ impl<M, T, const R: usize, const N: usize> Score<'_, M, T, R, N> {
             let mut k = [simd.splat(0.0); K];
             for i in 0..K {
                 // SAFETY: the caller's promise for keys.
-                k[i] = unsafe { M::load::<C>(simd, keys[i], d, c) };
+                k[i] = unsafe { M::load::<C, ANY>(simd, keys[i], d, c) };
             }
             for r in 0..R {
                 // SAFETY: the caller's promise for rows.

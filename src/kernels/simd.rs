@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use crate::dtype::{Element, F8E4M3};
+use crate::dtype::F8E4M3;
 
 /// Lanes of the widest instruction set.
 pub(super) const MOST_LANES: usize = 16;
@@ -20,6 +20,8 @@ pub(super) trait Simd: Copy + Send + Sync {
     const LANES: usize;
     /// Vectors that the CPU holds in registers: 16 or 32, what inner loops are blocked for.
     const REGISTERS: usize;
+    /// Whether [`load_of_four_f8`](Self::load_of_four_f8) is faster than [`load_f8`](Self::load_f8).
+    const DEALS_F8: bool = false;
     /// Products that one lane adds one after the other before it starts a new sum: fewer where each is
     /// rounded before it is added, so that as many bits are lost as elsewhere.
     const TERMS: usize = usize::MAX;
@@ -129,6 +131,32 @@ pub(super) trait Simd: Copy + Send + Sync {
         // SAFETY: there are at least `LANES`.
         unsafe { self.load(lanes.as_ptr()) }
     }
+    /// Loads `4 * LANES` numbers of eight bits and widens one of every four, number 0, 2, 1 or 3 for `which` of 0 to
+    /// 3, as [`load_f8`](Self::load_f8) has them; where not `ANY`, all are [normal](Self::all_normal_f8). This body is the
+    /// definition: sets for which it pays override it.
+    ///
+    /// # Safety
+    /// - `from` is valid for reads of `4 * LANES` elements; any alignment.
+    #[inline(always)]
+    unsafe fn load_of_four_f8<const ANY: bool>(self, from: *const F8E4M3, which: usize) -> Self::F32 {
+        let mut some = [F8E4M3(0); MOST_LANES];
+        for (i, x) in some.iter_mut().enumerate().take(Self::LANES) {
+            // SAFETY: the caller's promise.
+            *x = unsafe { from.add(4 * i + which % 2 * 2 + which / 2).read() };
+        }
+        // SAFETY: there are at least `LANES`.
+        unsafe { self.load_f8(some.as_ptr()) }
+    }
+    /// Whether the first `count` numbers of eight bits of `K` tokens, a multiple of `4 * LANES`, are neither zero nor
+    /// subnormal. This body is the definition: sets with [`load_of_four_f8`](Self::load_of_four_f8) override it.
+    ///
+    /// # Safety
+    /// - Each token is valid for reads of `count` elements; any alignment.
+    #[inline(always)]
+    unsafe fn all_normal_f8<const K: usize>(self, tokens: [*const F8E4M3; K], count: usize) -> bool {
+        // SAFETY: the caller's promise.
+        tokens.iter().all(|token| (0..count).all(|i| unsafe { token.add(i).read() }.0 & 0x78 != 0))
+    }
     /// Stores `LANES` floats.
     ///
     /// # Safety
@@ -168,152 +196,11 @@ pub(super) trait Job<S> {
     unsafe fn run(self, simd: S) -> Self::Output;
 }
 
-/// An element type of pages, as vectors load it.
-pub(super) trait Stored: Element {
-    /// Whether [`load_even`](Self::load_even) and [`load_odd`](Self::load_odd) part neighbours.
-    ///
-    /// Two bfloat16 in a word are widened by a shift and a mask, once they may go to two vectors;
-    /// kept in order they would have to be spread first. Sums don't mind, as long as the other
-    /// factor is [parted](part_neighbours) likewise.
-    const PARTED: bool;
-    /// What [`load`](Self::load) must be multiplied by to be the element: a power of two, which scales
-    /// take along.
-    const UNIT: f32 = 1.0;
-
-    /// Loads and widens `LANES` elements.
-    ///
-    /// # Safety
-    /// - `from` is valid for reads of `LANES` elements; any alignment.
-    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F32;
-    /// Loads and widens the first `LANES` of `2 * LANES` elements, or those with even numbers.
-    ///
-    /// # Safety
-    /// - `from` is valid for reads of `2 * LANES` elements; any alignment.
-    #[inline(always)]
-    unsafe fn load_even<S: Simd>(simd: S, from: *const Self) -> S::F32 {
-        // SAFETY: the caller's promise.
-        unsafe { Self::load(simd, from) }
-    }
-    /// Loads and widens the last `LANES` of `2 * LANES` elements, or those with odd numbers.
-    ///
-    /// # Safety
-    /// - `from` is valid for reads of `2 * LANES` elements; any alignment.
-    #[inline(always)]
-    unsafe fn load_odd<S: Simd>(simd: S, from: *const Self) -> S::F32 {
-        // SAFETY: the caller's promise.
-        unsafe { Self::load(simd, from.add(S::LANES)) }
-    }
-}
-
-/// Vector `c` of `C` from an element on: of an even number, or the last of an odd number alone.
-///
-/// # Safety
-/// - `from` is valid for reads of `C * LANES` elements.
-#[inline(always)]
-pub(super) unsafe fn load<S: Simd, T: Stored, const C: usize>(simd: S, from: *const T, c: usize) -> S::F32 {
-    // SAFETY: the caller's promise.
-    unsafe {
-        match (C, c % 2) {
-            (1, _) => T::load(simd, from),
-            (_, 0) => T::load_even(simd, from.add(c * S::LANES)),
-            _ => T::load_odd(simd, from.add((c - 1) * S::LANES)),
-        }
-    }
-}
-
-/// Brings a row into the order of vectors of a [parted](Stored::PARTED) type: in each `2 * lanes`,
-/// even numbers first. What is left over stays.
-pub(super) fn part_neighbours(row: &mut [f32], lanes: usize) {
-    let mut parted = [0.0; 2 * MOST_LANES];
-    for block in row.chunks_exact_mut(2 * lanes) {
-        for (i, &x) in block.iter().enumerate() {
-            parted[i % 2 * lanes + i / 2] = x;
-        }
-        block.copy_from_slice(&parted[..2 * lanes]);
-    }
-}
-
-/// The way back.
-pub(super) fn join_neighbours(row: &mut [f32], lanes: usize) {
-    let mut joined = [0.0; 2 * MOST_LANES];
-    for block in row.chunks_exact_mut(2 * lanes) {
-        for (i, x) in joined.iter_mut().take(2 * lanes).enumerate() {
-            *x = block[i % 2 * lanes + i / 2];
-        }
-        block.copy_from_slice(&joined[..2 * lanes]);
-    }
-}
-
-impl Stored for f32 {
-    const PARTED: bool = false;
-
-    #[inline(always)]
-    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F32 {
-        // SAFETY: the caller's promise.
-        unsafe { simd.load(from) }
-    }
-}
-
-impl Stored for f16 {
-    const PARTED: bool = false;
-
-    #[inline(always)]
-    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F32 {
-        // SAFETY: the caller's promise.
-        unsafe { simd.load_f16(from) }
-    }
-}
-
-impl Stored for bf16 {
-    const PARTED: bool = true;
-
-    #[inline(always)]
-    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F32 {
-        // SAFETY: the caller's promise.
-        unsafe { simd.load_bf16(from) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_even<S: Simd>(simd: S, from: *const Self) -> S::F32 {
-        // SAFETY: the caller's promise.
-        unsafe { simd.load_even_bf16(from) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_odd<S: Simd>(simd: S, from: *const Self) -> S::F32 {
-        // SAFETY: the caller's promise.
-        unsafe { simd.load_odd_bf16(from) }
-    }
-}
-
-impl Stored for i8 {
-    const PARTED: bool = false;
-
-    #[inline(always)]
-    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F32 {
-        // SAFETY: the caller's promise.
-        unsafe { simd.load_i8(from) }
-    }
-}
-
-impl Stored for F8E4M3 {
-    const PARTED: bool = false;
-    const UNIT: f32 = 256.0;
-
-    #[inline(always)]
-    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::F32 {
-        // SAFETY: the caller's promise.
-        unsafe { simd.load_f8(from) }
-    }
-}
-
 #[cfg(test)]
 #[expect(clippy::float_cmp, reason = "small integers are exact")]
 mod tests {
-    use half::bf16;
-
     use super::super::isa::{dispatch, tested};
-    use super::{Element, F8E4M3, MOST_LANES, Simd, Stored, join_neighbours, part_neighbours};
+    use super::{MOST_LANES, Simd};
 
     fn lanes<S: Simd>(simd: S, a: S::F32) -> Vec<f32> {
         let mut lanes = vec![0.0; S::LANES];
@@ -325,31 +212,6 @@ mod tests {
     /// Each method against the plainest reading of its description; only what the CPU has.
     fn check<S: Simd>(simd: S) {
         let numbers: Vec<f32> = (0..2 * MOST_LANES as u16).map(f32::from).collect();
-        let halves: Vec<bf16> = numbers.iter().map(|&x| bf16::from_f32(x)).collect();
-        // SAFETY: both arrays hold twice the most lanes.
-        let [even, odd] =
-            unsafe { [bf16::load_even(simd, halves.as_ptr()), bf16::load_odd(simd, halves.as_ptr())] };
-        let mut row = numbers[..2 * S::LANES].to_vec();
-        part_neighbours(&mut row, S::LANES);
-        assert_eq!([lanes(simd, even), lanes(simd, odd)].concat(), row);
-        join_neighbours(&mut row, S::LANES);
-        assert_eq!(row, numbers[..2 * S::LANES]);
-
-        let bytes: Vec<i8> = (i8::MIN..=i8::MAX).collect();
-        for from in bytes.chunks_exact(S::LANES) {
-            // SAFETY: so many are there.
-            let loaded = lanes(simd, unsafe { i8::load(simd, from.as_ptr()) });
-            assert_eq!(loaded, from.iter().map(|&x| f32::from(x)).collect::<Vec<_>>());
-        }
-        // All codes but those of NaN, which are the last of each sign.
-        let codes: Vec<F8E4M3> =
-            (0..=255).map(|bits| F8E4M3(if bits & 0x7F == 0x7F { 0 } else { bits })).collect();
-        for from in codes.chunks_exact(S::LANES) {
-            // SAFETY: so many are there.
-            let loaded = lanes(simd, unsafe { F8E4M3::load(simd, from.as_ptr()) });
-            assert_eq!(loaded, from.iter().map(|x| x.to_f32() / 256.0).collect::<Vec<_>>());
-        }
-
         let mut rows = [simd.splat(-1.0); MOST_LANES];
         for (i, row) in rows.iter_mut().enumerate().take(S::LANES) {
             *row = simd.add(simd.lane_numbers(), simd.splat((100 * i) as f32));

@@ -6,8 +6,9 @@ use super::flash::{Block, Call};
 use super::pairs::unzip;
 use super::rows::store_row;
 use super::scratch::Scratch;
-use super::simd::{Job, Simd, join_neighbours};
+use super::simd::{Job, Simd};
 use super::softmax::rescale;
+use super::stored::gather_neighbours;
 use crate::storage::RowsViewMut;
 
 /// The order of elements in a row that vectors of so many lanes work on.
@@ -15,8 +16,13 @@ use crate::storage::RowsViewMut;
 pub(super) enum Order {
     /// Their own.
     Straight,
-    /// As [`part_neighbours`](super::simd::part_neighbours) leaves them.
-    Parted(usize),
+    /// As [`deal_neighbours`](super::stored::deal_neighbours) leaves them.
+    Dealt {
+        /// Of a vector.
+        lanes: usize,
+        /// Among which neighbours are dealt.
+        vectors: usize,
+    },
     /// Of sums over values that [`zip`](super::integers::Integers::zip) put together; queries are straight where that
     /// takes 2 `vectors`, and their [words zipped](super::pairs::zip_words) where it takes 4.
     Zipped {
@@ -115,7 +121,7 @@ impl State {
             let acc = &mut self.acc[row * self.stride..][..self.stride];
             match self.order {
                 Order::Straight => {}
-                Order::Parted(lanes) => join_neighbours(acc, lanes),
+                Order::Dealt { lanes, vectors } => gather_neighbours(acc, lanes, vectors),
                 Order::Zipped { lanes, vectors } => unzip(acc, lanes, vectors),
             }
             for x in &mut acc[..dim] {

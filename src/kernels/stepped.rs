@@ -45,7 +45,12 @@ impl<S: Integers> Method<S> for Stepped {
     }
 
     #[inline(always)]
-    unsafe fn load<const C: usize>(simd: S, token: *const i8, word: usize, c: usize) -> S::F32 {
+    unsafe fn load<const C: usize, const ANY: bool>(
+        simd: S,
+        token: *const i8,
+        word: usize,
+        c: usize,
+    ) -> S::F32 {
         // SAFETY: the caller's promise.
         unsafe { simd.load_i16(token.add(2 * (word + c * S::LANES))) }
     }

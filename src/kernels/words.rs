@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::pairs::Pairs;
-use super::simd::Stored;
+use super::stored::Stored;
 use crate::dtype::F8E4M3;
 
 /// An element type whose neighbours share a word of two bfloat16, without loss.

@@ -11,6 +11,7 @@ mod bound;
 mod cascade;
 mod edges;
 mod field;
+mod float8;
 mod harness;
 mod memory;
 mod merge;

@@ -10,13 +10,15 @@ use std::arch::x86_64::{
     _mm512_castpd_ps, _mm512_castps_pd, _mm512_castps512_ps256, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
     _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtepu16_epi32, _mm512_cvtph_ps, _mm512_div_ps,
     _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_blend_ps,
-    _mm512_maskz_mov_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_or_ps, _mm512_reduce_max_ps, _mm512_reduce_ps,
-    _mm512_roundscale_ps, _mm512_scalef_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_ps,
-    _mm512_shuffle_f32x4, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps, _mm512_unpackhi_pd,
-    _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps, CpuidResult,
+    _mm512_mask_test_epi8_mask, _mm512_maskz_mov_ps, _mm512_max_ps, _mm512_mul_ps, _mm512_or_ps,
+    _mm512_reduce_max_ps, _mm512_reduce_ps, _mm512_roundscale_ps, _mm512_scalef_ps, _mm512_set1_epi8,
+    _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_ps, _mm512_shuffle_f32x4, _mm512_slli_epi32,
+    _mm512_storeu_ps, _mm512_sub_ps, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
+    _mm512_unpacklo_ps, CpuidResult,
 };
 
 use super::super::simd::{Job, MOST_LANES, Simd};
+use super::avx512_f8::{EXPONENT, any_words, normal_words};
 use crate::dtype::F8E4M3;
 
 /// Nothing besides AVX-512 F, BW, DQ and VL.
@@ -71,6 +73,7 @@ impl<const MORE: u8> Simd for Avx512<MORE> {
     type F32 = __m512;
     const LANES: usize = 16;
     const REGISTERS: usize = 32;
+    const DEALS_F8: bool = true;
 
     unsafe fn call<J: Job<Self>>(self, job: J) -> J::Output {
         /// A function of its own for each set of features.
@@ -199,6 +202,38 @@ impl<const MORE: u8> Simd for Avx512<MORE> {
             // Spread with its sign, a byte has it in bit 15 and once too often in bit 14 after the shift.
             let wide = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(_mm_loadu_si128(from.cast())));
             _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16(0xBFFF_u16.cast_signed())))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_of_four_f8<const ANY: bool>(self, from: *const F8E4M3, which: usize) -> __m512 {
+        // SAFETY: the caller's promise; `self` proves the CPU features.
+        unsafe {
+            let bytes = _mm512_loadu_si512(from.cast());
+            // The same for two vectors, and done once for both.
+            let two =
+                if ANY { any_words(bytes, which / 2 == 1) } else { normal_words(bytes, which / 2 == 1) };
+            let upper = _mm512_set1_epi32(0xFFFF_0000_u32.cast_signed());
+            _mm512_castsi512_ps(match which % 2 {
+                0 => _mm512_slli_epi32::<16>(two),
+                _ => _mm512_and_si512(two, upper),
+            })
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn all_normal_f8<const K: usize>(self, tokens: [*const F8E4M3; K], count: usize) -> bool {
+        // SAFETY: the caller's promise; `self` proves the CPU features.
+        unsafe {
+            let exponent = _mm512_set1_epi8(EXPONENT);
+            let mut normal = u64::MAX;
+            for i in (0..count).step_by(64) {
+                for token in tokens {
+                    let bytes = _mm512_loadu_si512(token.add(i).cast());
+                    normal = _mm512_mask_test_epi8_mask(normal, bytes, exponent);
+                }
+            }
+            normal == u64::MAX
         }
     }
 

@@ -3,6 +3,7 @@
 mod avx2;
 mod avx512;
 mod avx512_bf16;
+mod avx512_f8;
 mod avx512_vnni;
 
 pub(super) use avx2::Avx2;
