@@ -38,6 +38,7 @@ pub(super) use scales::{Scale, per_head};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layout::{PageOrder, PagesLayout};
+use crate::python::tensor::Tensor;
 use crate::storage::{PagesView, RowsView, RowsViewMut};
 
 /// Axes of pages, which have the most; arrays with more are refused by their number of axes.
@@ -105,6 +106,10 @@ impl<'py> Array<'py> {
 
     /// Like [`new`](Self::new), and `None` for what is no array.
     pub(super) fn import(name: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
+        // Of which are the pages of most calls: DLPack is not spoken with oneself.
+        if let Ok(tensor) = object.cast::<Tensor>() {
+            return Ok(Some(Self::of_tensor(name, tensor)?));
+        }
         match numpy::import(name, object)? {
             None => dlpack::import(name, object),
             found => Ok(found),

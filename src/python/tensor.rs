@@ -24,6 +24,10 @@ impl Tensor {
     pub(super) fn new(memory: Memory) -> Self {
         Self(memory)
     }
+
+    pub(super) fn memory(&self) -> &Memory {
+        &self.0
+    }
 }
 
 #[pymethods]

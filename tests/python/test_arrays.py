@@ -208,6 +208,42 @@ def test_dlpack_in_gives_a_tensor_that_others_take_without_a_copy(legacy: bool) 
     np.testing.assert_array_equal(np.asarray(lse), want_lse)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"])
+def test_a_tensor_is_what_dlpack_says_of_it(dtype: str) -> None:
+    case = Case()
+    shape = {
+        "num_layers": 1,
+        "num_pages": PAGES,
+        "page_size": PAGE_SIZE,
+        "num_kv_heads": KV_HEADS,
+        "head_dim": DIM,
+    }
+    cache = paged_kv.KvCache(**shape, dtype=dtype)
+    sequence = cache.sequence()
+    batch = cache.batch([sequence], TOKENS)
+    rows = np.random.default_rng(4).standard_normal((TOKENS, KV_HEADS, DIM)).astype(np.float32)
+    cache.write(0, rows, -rows, batch)
+    case.tables = batch.block_table, batch.seq_lens, batch.cu_seqlens_q
+    key_pages, value_pages = cache.key_pages(0), cache.value_pages(0)
+    scales: dict[str, Any] = {}
+    if dtype in ("int8", "float8_e4m3fn"):
+        scales = {"k_scale": cache.key_scales(0), "v_scale": cache.value_scales(0)}
+    behind = {name: Exporter(scale) for name, scale in scales.items()}
+    want = case.attend(key_pages=Exporter(key_pages), value_pages=Exporter(value_pages), **behind)
+    got = case.attend(key_pages=key_pages, value_pages=value_pages, **scales)
+    np.testing.assert_array_equal(got, want)
+    assert np.abs(np.asarray(got)).max() > 0
+    # Refused alike.
+    for given in (key_pages, Exporter(key_pages)):
+        with pytest.raises(paged_kv.LayoutError, match="query") as refused:
+            case.attend(query=given, key_pages=given, value_pages=value_pages, **scales)
+        assert f"{dtype} with shape {list(key_pages.shape)} and strides {list(key_pages.strides)}" in str(
+            refused.value
+        )
+        with pytest.raises(paged_kv.LayoutError, match="read-only"):
+            paged_kv.write_pages(rows, rows, given, value_pages, np.arange(TOKENS), **scales)
+
+
 def test_a_tensor_copies_when_asked_and_only_then() -> None:
     case = Case()
     out = case.attend(query=Exporter(case.query))

@@ -3,10 +3,13 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use super::reserve;
+use pyo3::prelude::*;
+
+use super::{Array, Element, OutputKind, Owner, reserve};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::layout::PageOrder;
+use crate::python::tensor::Tensor;
 use crate::storage::{PagesView, RowsViewMut};
 
 /// Where new arrays begin: a cache line, which is also the widest vector.
@@ -179,6 +182,20 @@ impl Memory {
             writable: self.writable,
             owner: Arc::clone(&self.owner),
         }
+    }
+}
+
+impl<'py> Array<'py> {
+    /// A tensor of this library, as DLPack would describe it.
+    pub(super) fn of_tensor(name: &'static str, tensor: &Bound<'py, Tensor>) -> Result<Self> {
+        let memory = tensor.get().memory();
+        let element = match memory.dtype {
+            DType::I8 => Element::Int { signed: true, bytes: 1 },
+            dtype => Element::Float(dtype),
+        };
+        let axes = memory.shape.iter().copied().zip(memory.strides.iter().copied());
+        let owner = Owner::Object(tensor.clone().into_any());
+        Self::build(name, memory.base, element, axes, memory.writable, OutputKind::Tensor, owner)
     }
 }
 
