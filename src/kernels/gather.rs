@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::columns::{Columns, at_once, load_rows, store_rows};
 use super::simd::{Job, Simd};
-use super::stored::Stored;
+use super::stored::{Stored, load_dealt};
 use super::tokens::{CACHE_LINE, Next, Tokens, prefetch};
 
 /// `acc[r][c] += Σ weights[r][k] · value[k][c]` for `R` rows, all columns and the tokens `seen`, of
@@ -52,6 +52,7 @@ impl<S: Simd, T: Stored, const R: usize, const N: usize> Columns<S> for Gather<'
         unsafe {
             if C >= vectors {
                 self.sums::<S, C, 0>(simd, first);
+            // The first two are known to the compiler, which leaves the rest out.
             } else if C == 1 || at_once::<S>(R) >= vectors || first >= self.dim / S::LANES / vectors * vectors
             {
                 self.sums::<S, C, STRAIGHT>(simd, first);
@@ -175,11 +176,10 @@ unsafe fn load<S: Simd, T: Stored, const WHICH: usize, const ANY: bool>(
     // SAFETY: the caller's promise.
     unsafe {
         if WHICH == STRAIGHT {
-            return T::load(simd, from.add(c * S::LANES));
+            T::load(simd, from.add(c * S::LANES))
+        } else {
+            load_dealt::<S, T, ANY>(simd, from.sub(WHICH * S::LANES), WHICH + c)
         }
-        let (vectors, which) = (T::vectors::<S>(), WHICH + c);
-        let block = from.sub(WHICH * S::LANES).add(which / vectors * vectors * S::LANES);
-        T::load_dealt::<S, ANY>(simd, block, which % vectors)
     }
 }
 

@@ -11,7 +11,7 @@ use super::pairs::Pairs;
 use super::query::QueryRow;
 use super::simd::Simd;
 use super::state::Order;
-use super::stored::Stored;
+use super::stored::{Stored, load_dealt};
 use super::tokens::Tokens;
 use super::words::Words;
 
@@ -159,14 +159,10 @@ impl<S: Simd, T: Stored> Method<S> for Widened<T> {
         word: usize,
         c: usize,
     ) -> S::F32 {
-        let vectors = T::vectors::<S>();
         // SAFETY: the caller's promise.
         unsafe {
-            if C == 1 {
-                T::load(simd, token.add(word))
-            } else {
-                T::load_dealt::<S, ANY>(simd, token.add(word + c / vectors * vectors * S::LANES), c % vectors)
-            }
+            let from = token.add(word);
+            if C == 1 { T::load(simd, from) } else { load_dealt::<S, T, ANY>(simd, from, c) }
         }
     }
 

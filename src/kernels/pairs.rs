@@ -64,7 +64,8 @@ mod tests {
     use half::bf16;
 
     use super::super::isa::{Isa, Level, tested};
-    use super::super::simd::{MOST_LANES, Simd};
+    use super::super::simd::MOST_LANES;
+    use super::super::simd::tests::lanes;
     use super::super::words::Words;
     use super::{Pairs, unzip, zip_words};
     use crate::dtype::F8E4M3;
@@ -73,13 +74,6 @@ mod tests {
         assert_eq!(elements.len(), 2 * S::LANES);
         // SAFETY: `LANES` words are there; any bits are floats.
         unsafe { simd.load(elements.as_ptr().cast()) }
-    }
-
-    fn lanes<S: Simd>(simd: S, a: S::F32) -> Vec<f32> {
-        let mut lanes = vec![0.0; S::LANES];
-        // SAFETY: so many lanes.
-        unsafe { simd.store(lanes.as_mut_ptr(), a) }
-        lanes
     }
 
     /// The two elements of each word.

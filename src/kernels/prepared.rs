@@ -32,12 +32,10 @@ impl<S: Simd, M: Method<S>> Prepared<S, M> {
     /// What the tiles of a pass need, if anything.
     pub(super) fn new(prefill: bool, padded: bool, key_words: usize, value_dim: usize) -> Option<Self> {
         let offsets = |dim: usize| std::array::from_fn(|token| token * dim * size_of::<f32>());
-        // Only what fills up the last vector is read without being written.
-        let scratch = |len| if padded { Scratch::zeros(len) } else { Scratch::any(len) };
         (prefill || padded).then(|| Self {
             keys: padded.then(|| Scratch::zeros(TILE * key_words)),
-            packed: prefill.then(|| scratch(TILE * key_words)),
-            values: scratch(TILE / M::PER_WORD * value_dim),
+            packed: prefill.then(|| Scratch::padded(TILE * key_words, padded)),
+            values: Scratch::padded(TILE / M::PER_WORD * value_dim, padded),
             key_offsets: offsets(key_words),
             value_offsets: offsets(value_dim),
             method: PhantomData,

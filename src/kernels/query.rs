@@ -84,9 +84,8 @@ pub(super) fn load<S: Simd, M: Method<S>>(
 ) -> Query {
     let (group, dim, dtype) = (call.group(), call.query.shape()[2], call.query.dtype());
     let rows = group * block.num_queries;
-    let len = rows * block.num_kv_heads * key_words;
-    // Only what fills up the last vector is not written.
-    let mut words = if key_words * M::PER_WORD == dim { Scratch::any(len) } else { Scratch::zeros(len) };
+    let padded = key_words * M::PER_WORD != dim;
+    let mut words = Scratch::padded(rows * block.num_kv_heads * key_words, padded);
     let mut steps = Scratch::any(rows * block.num_kv_heads);
     let mut one = Scratch::zeros(key_words);
     let mut room = Scratch::zeros(if M::COUNTS { dim } else { 0 });

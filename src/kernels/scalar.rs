@@ -16,11 +16,17 @@ type F32 = [f32; LANES];
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scalar;
 
-/// The largest integer that is not above `a`, as long as |a| < 2^22: adding 1.5 * 2^23 leaves no bits behind
-/// the point. `f32::floor` is a call into the C library.
+/// The nearest integer, as long as |a| < 2^22: adding 1.5 * 2^23 leaves no bits behind the point.
+#[inline(always)]
+fn nearest(a: f32) -> f32 {
+    (a + 12_582_912.0) - 12_582_912.0
+}
+
+/// The largest integer that is not above `a`, as far as there is a [`nearest`]. `f32::floor` is a call into the C
+/// library.
 #[inline(always)]
 fn floor(a: f32) -> f32 {
-    let nearest = (a + 12_582_912.0) - 12_582_912.0;
+    let nearest = nearest(a);
     if nearest > a { nearest - 1.0 } else { nearest }
 }
 
@@ -59,8 +65,7 @@ impl Simd for Scalar {
         fn max(a, b) = if a > b { a } else { b };
         fn abs(a) = a.abs();
         fn with_sign(magnitude, sign) = magnitude.copysign(sign);
-        // Adding 1.5 * 2^23 leaves no bits behind the point, as long as |a| < 2^22.
-        fn round(a) = (a + 12_582_912.0) - 12_582_912.0;
+        fn round(a) = nearest(a);
         fn fraction(a) = a - floor(a);
         fn scale_by_power(a, n) = a * f32::from_bits(((floor(n) as i32).wrapping_add(127) as u32) << 23);
         fn select_less(a, b, yes, no) = if a < b { yes } else { no };

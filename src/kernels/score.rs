@@ -153,11 +153,7 @@ impl<M, T, const R: usize, const N: usize> Score<'_, M, T, R, N> {
             while d + M::at_once() * S::LANES <= self.words {
                 // Evenly between loads: what is asked for in one burst takes the places in which loads
                 // wait for the nearest cache, and sums wait with them.
-                if let Some(next) = next {
-                    for i in 0..K {
-                        prefetch(simd, next[i], d * M::STORED, M::at_once() * S::LANES * M::STORED);
-                    }
-                }
+                Self::ask(simd, next, d, M::at_once());
                 if M::at_once() == 4 {
                     self.add::<S, K, 4, ANY>(simd, d, 0, keys, sums);
                     self.add::<S, K, 4, ANY>(simd, d, 1, keys, sums);
@@ -171,14 +167,23 @@ impl<M, T, const R: usize, const N: usize> Score<'_, M, T, R, N> {
             }
             for _ in 1..M::at_once() {
                 if d < self.words {
-                    if let Some(next) = next {
-                        for i in 0..K {
-                            prefetch(simd, next[i], d * M::STORED, S::LANES * M::STORED);
-                        }
-                    }
+                    Self::ask(simd, next, d, 1);
                     self.add::<S, K, 1, true>(simd, d, 0, keys, sums);
                     d += S::LANES;
                 }
+            }
+        }
+    }
+
+    /// Asks for so many vectors of the next keys' words from `d` on.
+    #[inline(always)]
+    fn ask<S: Simd, const K: usize>(simd: S, next: Option<[*const T; K]>, d: usize, vectors: usize)
+    where
+        M: Method<S, Element = T>,
+    {
+        if let Some(next) = next {
+            for i in 0..K {
+                prefetch(simd, next[i], d * M::STORED, vectors * S::LANES * M::STORED);
             }
         }
     }

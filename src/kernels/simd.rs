@@ -198,11 +198,12 @@ pub(super) trait Job<S> {
 
 #[cfg(test)]
 #[expect(clippy::float_cmp, reason = "small integers are exact")]
-mod tests {
+pub(super) mod tests {
     use super::super::isa::{dispatch, tested};
     use super::{MOST_LANES, Simd};
 
-    fn lanes<S: Simd>(simd: S, a: S::F32) -> Vec<f32> {
+    /// The floats of a vector.
+    pub(in crate::kernels) fn lanes<S: Simd>(simd: S, a: S::F32) -> Vec<f32> {
         let mut lanes = vec![0.0; S::LANES];
         // SAFETY: so many lanes.
         unsafe { simd.store(lanes.as_mut_ptr(), a) }

@@ -112,8 +112,8 @@ impl State {
             let mut sum = self.sum[row];
             let mut factor = 0.0;
             if max > f64::NEG_INFINITY {
-                let kept = if reference >= sink { 1.0 } else { (reference - max).exp() as f32 };
-                sum = sum * kept + (sink - max).exp() as f32;
+                let [kept, of_sink] = [reference, sink].map(|logit| (logit - max).exp() as f32);
+                sum = sum * kept + of_sink;
                 factor = kept / sum;
             } else if sum.is_nan() {
                 factor = f32::NAN;

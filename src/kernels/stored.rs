@@ -52,6 +52,21 @@ pub(super) trait Stored: Element {
     }
 }
 
+/// Vector number `c` from a block on of those among which neighbours are dealt, one block after the other.
+///
+/// # Safety
+/// - As for [`Stored::load_dealt`], of the block that the vector is of.
+#[inline(always)]
+pub(super) unsafe fn load_dealt<S: Simd, T: Stored, const ANY: bool>(
+    simd: S,
+    from: *const T,
+    c: usize,
+) -> S::F32 {
+    let vectors = T::vectors::<S>();
+    // SAFETY: the caller's promise.
+    unsafe { T::load_dealt::<S, ANY>(simd, from.add(c / vectors * vectors * S::LANES), c % vectors) }
+}
+
 /// Brings a row into the order of vectors among which neighbours are [dealt](Stored::vectors), in each
 /// `vectors * lanes`; what is left over stays.
 pub(super) fn deal_neighbours(row: &mut [f32], lanes: usize, vectors: usize) {
@@ -182,16 +197,10 @@ mod tests {
     use half::bf16;
 
     use super::super::isa::{dispatch, tested};
+    use super::super::simd::tests::lanes;
     use super::super::simd::{MOST_LANES, Simd};
     use super::{Stored, deal_neighbours, gather_neighbours};
     use crate::dtype::{Element, F8E4M3};
-
-    fn lanes<S: Simd>(simd: S, a: S::F32) -> Vec<f32> {
-        let mut lanes = vec![0.0; S::LANES];
-        // SAFETY: so many lanes.
-        unsafe { simd.store(lanes.as_mut_ptr(), a) }
-        lanes
-    }
 
     /// Elements in whole blocks of the vectors that neighbours are dealt among.
     fn check_dealt<S: Simd, T: Stored, const ANY: bool>(simd: S, elements: &[T]) {

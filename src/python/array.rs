@@ -106,7 +106,7 @@ impl<'py> Array<'py> {
 
     /// Like [`new`](Self::new), and `None` for what is no array.
     pub(super) fn import(name: &'static str, object: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
-        // Of which are the pages of most calls: DLPack is not spoken with oneself.
+        // The pages of most calls are one: nobody speaks DLPack with himself.
         if let Ok(tensor) = object.cast::<Tensor>() {
             return Ok(Some(Self::of_tensor(name, tensor)?));
         }

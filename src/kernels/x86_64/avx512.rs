@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 use std::arch::x86_64::{
-    __cpuid, __m512, _CMP_LT_OQ, _CMP_NLT_UQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
+    __cpuid, __m512, __m512i, _CMP_LT_OQ, _CMP_NLT_UQ, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
     _MM_FROUND_TO_NEG_INF, _MM_HINT_T1, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_loadu_si128,
     _mm_movehdup_ps, _mm_movehl_ps, _mm_prefetch, _mm_storeu_ps, _mm256_add_ps, _mm256_and_si256,
     _mm256_castps256_ps128, _mm256_cvtepi8_epi16, _mm256_extractf128_ps, _mm256_loadu_si256,
@@ -177,16 +177,13 @@ impl<const MORE: u8> Simd for Avx512<MORE> {
     #[inline(always)]
     unsafe fn load_even_bf16(self, from: *const bf16) -> __m512 {
         // SAFETY: the caller's promise; `self` proves the CPU features.
-        unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_loadu_si512(from.cast()))) }
+        unsafe { even(_mm512_loadu_si512(from.cast())) }
     }
 
     #[inline(always)]
     unsafe fn load_odd_bf16(self, from: *const bf16) -> __m512 {
         // SAFETY: the caller's promise; `self` proves the CPU features.
-        unsafe {
-            let upper = _mm512_set1_epi32(0xFFFF_0000_u32.cast_signed());
-            _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(from.cast()), upper))
-        }
+        unsafe { odd(_mm512_loadu_si512(from.cast())) }
     }
 
     #[inline(always)]
@@ -213,11 +210,7 @@ impl<const MORE: u8> Simd for Avx512<MORE> {
             // The same for two vectors, and done once for both.
             let two =
                 if ANY { any_words(bytes, which / 2 == 1) } else { normal_words(bytes, which / 2 == 1) };
-            let upper = _mm512_set1_epi32(0xFFFF_0000_u32.cast_signed());
-            _mm512_castsi512_ps(match which % 2 {
-                0 => _mm512_slli_epi32::<16>(two),
-                _ => _mm512_and_si512(two, upper),
-            })
+            if which.is_multiple_of(2) { even(two) } else { odd(two) }
         }
     }
 
@@ -311,6 +304,29 @@ impl<const MORE: u8> Simd for Avx512<MORE> {
         // Into the second level: the first holds the tile at work.
         // SAFETY: a prefetch of any address is allowed.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) }
+    }
+}
+
+/// Of words of two bfloat16, the even ones as floats.
+///
+/// # Safety
+/// - The CPU has AVX-512 F.
+#[inline(always)]
+unsafe fn even(words: __m512i) -> __m512 {
+    // SAFETY: the caller's promise.
+    unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)) }
+}
+
+/// The odd ones.
+///
+/// # Safety
+/// - As for `even`.
+#[inline(always)]
+unsafe fn odd(words: __m512i) -> __m512 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let upper = _mm512_set1_epi32(0xFFFF_0000_u32.cast_signed());
+        _mm512_castsi512_ps(_mm512_and_si512(words, upper))
     }
 }
 
